@@ -1,0 +1,40 @@
+# Two commands: `make demo` and `make test`. Each works in a fresh clone with nothing installed.
+PYTHON ?= python3.11
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: demo test lint types imports check clean
+
+$(STAMP): pyproject.toml constraints.txt CMakeLists.txt $(wildcard core/native/* backends/cpu/native/*)
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch numpy
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt "scikit-build-core>=1.0,<2" "pybind11>=2.13" ninja
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable ".[dev]"
+	touch $(STAMP)
+
+demo: $(STAMP)
+	mkdir -p build/demo
+	test -f build/demo/tiny/config.json || $(BIN)/deepinfer make-tiny build/demo/tiny --seed 1
+	rm -f build/demo/answers.jsonl
+	$(BIN)/deepinfer run examples/requests.jsonl -o build/demo/answers.jsonl --model build/demo/tiny
+
+test: $(STAMP)
+	$(BIN)/python -m pytest
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(STAMP)
+	$(BIN)/mypy
+
+# Contracts are checked on a wheel install: an editable tree shows import-linter the tests too.
+imports: $(STAMP)
+	PYTHON=$(BIN)/python tools/check_imports.sh
+
+check: lint types imports test
+
+clean:
+	rm -rf build $(VENV) .typing

@@ -1,0 +1,1 @@
+"""Implementations of the op contracts, one package per device family."""

@@ -1,0 +1,236 @@
+"""Host hot paths in C++: block and page pools, sequences, step metadata. Sources: `core/native/`.
+
+Arrays are int32 and C-contiguous; anything else is a ValueError that names the array, never a silent conversion. A
+call that raises has changed nothing. A pool is not thread safe: bulk calls release the GIL, so one thread at a time may
+use it.
+"""
+
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+_Int32Array = NDArray[np.int32]
+_Copy = tuple[Literal["block", "page", "state"], int, int]
+
+class PoolExhaustedError(RuntimeError):
+    """`open`, `fork` or `truncate` needs a slot, block or page and none is free."""
+
+class KVPool:
+    """Reference counted blocks and window pages, and the sequences that hold them.
+
+    Ids run from 1; id 0 is the hole that padding points to, never allocated and not counted. Free lists are stacks, so
+    equal calls give equal ids. Let the next query of a sequence stand at n = `num_computed`. It sees positions
+    > n - window, and a rollback takes back at most lookback - window computed tokens, so everything from
+    n - lookback + 1 on is kept: the first page held is `max(0, n - lookback + 1) // window_page`.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        num_window_pages: int,
+        window_page: int,
+        window: int,
+        lookback: int,
+        num_slots: int,
+    ) -> None:
+        """Make an empty pool.
+
+        Args:
+            num_blocks: blocks of the global group; ids 1..num_blocks.
+            block_size: tokens in a block.
+            num_window_pages: pages of the window group; ids 1..num_window_pages.
+            window_page: tokens in a page; divides `block_size`.
+            window: positions a query sees, itself included.
+            lookback: `window` plus the computed tokens that a rollback may take back.
+            num_slots: sequences that may be open at once; handles 1..num_slots. A handle is also the sequence's
+                compressor state slot, 0 being that of padding.
+
+        Raises:
+            ValueError: a size is out of range, `window_page` does not divide `block_size`, or `lookback < window`.
+            OverflowError: a window slot would not fit int32.
+        """
+
+    @property
+    def num_blocks(self) -> int: ...
+    @property
+    def block_size(self) -> int: ...
+    @property
+    def num_window_pages(self) -> int: ...
+    @property
+    def window_page(self) -> int: ...
+    @property
+    def window(self) -> int: ...
+    @property
+    def lookback(self) -> int: ...
+    @property
+    def num_slots(self) -> int: ...
+    @property
+    def num_free_blocks(self) -> int: ...
+    @property
+    def num_free_pages(self) -> int: ...
+    @property
+    def num_free_slots(self) -> int: ...
+    def is_open(self, seq: int) -> bool:
+        """Whether `seq` is the handle of an open sequence. Every other method raises ValueError where it is not."""
+
+    def num_tokens(self, seq: int) -> int:
+        """Tokens known: prompt and outputs."""
+
+    def num_computed(self, seq: int) -> int:
+        """Positions, from 0, whose records are stored."""
+
+    def first_page(self, seq: int) -> int:
+        """The page index (position // window_page) of the first window page held."""
+
+    def tokens(self, seq: int) -> _Int32Array:
+        """A copy of the token ids, [num_tokens]."""
+
+    def blocks(self, seq: int) -> _Int32Array:
+        """A copy of the block table; entry i holds positions from i * block_size."""
+
+    def pages(self, seq: int) -> _Int32Array:
+        """A copy of the window pages; entry i has page index `first_page + i`."""
+
+    def open(self, token_ids: _Int32Array) -> int:
+        """Start a sequence of these tokens, none computed and no memory held, and return its handle.
+
+        Raises:
+            PoolExhaustedError: no free slot.
+        """
+
+    def close(self, seq: int) -> None:
+        """Drop a sequence and all it holds; the handle is free again."""
+
+    def append(self, seqs: _Int32Array, tokens: _Int32Array) -> None:
+        """Append `tokens[i]` to sequence `seqs[i]`, one each."""
+
+    def append_many(self, seq: int, tokens: _Int32Array) -> None:
+        """Append all `tokens` to one sequence."""
+
+    def blocks_needed(self, seq: int, end: int) -> int:
+        """Blocks that `reserve(seq, end)` would take."""
+
+    def pages_needed(self, seq: int, end: int) -> int:
+        """Window pages that `reserve(seq, end)` would take."""
+
+    def reserve(self, seq: int, end: int) -> bool:
+        """Hold blocks for all positions below `end`, and window pages from `first_page` on. Takes all or nothing.
+
+        Returns:
+            Whether there was enough. `end` may exceed `num_tokens`: drafts need room before they are known.
+        """
+
+    def reserve_many(self, seqs: _Int32Array, ends: _Int32Array) -> int:
+        """Reserve in order, stopping at the first sequence that cannot; those before it keep what they got.
+
+        Returns:
+            The index of the sequence that failed, or `len(seqs)`.
+        """
+
+    def commit(self, seqs: _Int32Array, new_computed: _Int32Array) -> None:
+        """Say that records of positions below `new_computed[i]` are stored, and free pages behind the window.
+
+        Raises:
+            ValueError: a value is below `num_computed` (that is `truncate`), above `num_tokens` or not reserved, or
+                a sequence is named twice.
+        """
+
+    def truncate(self, seq: int, num_tokens: int) -> list[_Copy]:
+        """Roll back to the first `num_tokens` tokens; blocks and pages past them are freed.
+
+        Returns:
+            `(kind, src, dst)` copies, as of `fork`, to make on the device before the next step: a block or page that
+            other sequences share and that is to be written again is replaced. Usually empty.
+
+        Raises:
+            ValueError: more tokens than there are, or a rollback past lookback - window, counted from the largest
+                `num_computed` so far, whose window pages are freed: `release_memory` and compute again.
+            PoolExhaustedError: no free block or page for a copy.
+        """
+
+    def release_memory(self, seq: int) -> None:
+        """Preempt: free blocks and pages and set `num_computed` to 0; tokens and handle stay."""
+
+    def fork(self, seq: int) -> tuple[int, list[_Copy]]:
+        """Open a second sequence with the same tokens and computed positions, sharing what is full.
+
+        Returns:
+            The new handle, and `(kind, src, dst)` copies to make on the device before the next step. Kind is "block"
+            or "page" for a partially filled tail (ids), and "state" for the compressor's open group (slots).
+
+        Raises:
+            PoolExhaustedError: no free slot, or no block or page for the tail.
+        """
+
+    def check(self) -> None:
+        """Audit: every id is free or referenced exactly as often as it is held, and no written tail is shared.
+
+        Raises:
+            RuntimeError: naming what is inconsistent. Always a defect of the pool.
+        """
+
+    def write_step(
+        self, seqs: _Int32Array, query_lens: _Int32Array, out: StepArrays, pad_rows: int = -1, pad_seqs: int = -1
+    ) -> int:
+        """Write the metadata of one step: rows num_computed .. num_computed + query_lens[i] - 1 of each sequence.
+
+        Args:
+            seqs: [num_seqs], handles, each once.
+            query_lens: [num_seqs]. The tokens must be known and their positions reserved.
+            out: where to write.
+            pad_rows: pad row arrays up to this many rows; negative pads each to its end.
+            pad_seqs: the same for arrays with an entry per sequence.
+
+        Returns:
+            The number of rows.
+
+        Raises:
+            ValueError: names the array, its shape and the shape needed, or the sequence that cannot run.
+            OverflowError: the pool's slots of a ratio would not fit int32.
+        """
+
+class StepArrays:
+    """The output arrays of `KVPool.write_step`, checked once. Keeps them alive.
+
+    Args:
+        input_ids: [rows] token ids; padding 0, as in the next two.
+        positions: [rows] positions within the sequence.
+        row_to_seq: [rows] index of the sequence within the step.
+        window_slots: [rows] `page_id * window_page + offset`; padding -1.
+        slots: pairs of a ratio and [rows] slots of the compressed entries that rows close, -1 where a row closes none.
+            With records = block_size / ratio and entry j = position // ratio: block(j // records) * records +
+            j % records, if ratio divides position + 1.
+        cu_seqlens_q: [seqs + 1] prefix sums of query_lens; padding repeats the total.
+        seq_lens: [seqs] num_computed + query_len; padding 0, as in the next three.
+        query_lens: [seqs] rows of the sequence.
+        state_slots: [seqs] compressor state slot, which is the handle.
+        window_first_page: [seqs] page index of column 0 of `window_tables`.
+        history: [seqs, k] the token k + 1 places before the sequence's first row; -1 before the start and in padding.
+        block_tables: [seqs, max_blocks] the blocks up to seq_len, then 0.
+        block_table_lens: [seqs] entries of each row in use. Also read: what lies past them is taken to be 0, so both
+            arrays start as zeros and only `write_step` changes them.
+        window_tables: [seqs, max_pages] the window pages up to seq_len, then 0.
+        window_table_lens: [seqs] as block_table_lens.
+    """
+
+    def __init__(
+        self,
+        *,
+        input_ids: _Int32Array,
+        positions: _Int32Array,
+        row_to_seq: _Int32Array,
+        window_slots: _Int32Array,
+        slots: list[tuple[int, _Int32Array]],
+        cu_seqlens_q: _Int32Array,
+        seq_lens: _Int32Array,
+        query_lens: _Int32Array,
+        state_slots: _Int32Array,
+        window_first_page: _Int32Array,
+        history: _Int32Array,
+        block_tables: _Int32Array,
+        block_table_lens: _Int32Array,
+        window_tables: _Int32Array,
+        window_table_lens: _Int32Array,
+    ) -> None: ...

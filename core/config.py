@@ -1,0 +1,309 @@
+"""The engine's settings: one frozen object, validated as a whole, and the sources it is built from.
+
+Sources in order of rank: arguments, a TOML or JSON file, `DEEPINFER_*` variables, defaults. Every field of
+`EngineConfig` is also a variable (`DEEPINFER_MAX_NUM_SEQS`). What only the checkpoint or the device can decide (how
+many blocks fit, whether a length exceeds the model's) is checked where those are known. No torch here, so that a
+command line can print its help at once.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+import os
+import re
+import tomllib
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal, TypedDict
+
+from deepinfer.core.errors import ConfigError
+
+ENV_PREFIX = "DEEPINFER_"
+DEFAULT_WINDOW_PAGE = 32
+MAX_SEED = 2**64 - 1
+
+_OUR_OTHER_VARIABLES = frozenset({"GOLDEN"})  # read by the tests
+_RENAMED = {"ENGRAM_FORCE_GPU_STORAGE": "engram"}
+_INERT = {"USE_NEXTN_DECODE": "0", "ENABLE_MTP_VARLEN": "0", "ENFORCE_EAGER": "1", "DFLASH_ENFORCE_EAGER": "1"}
+"""Names of features that do not exist here, with the value that asks for exactly that."""
+
+# Source: the environment of DeepSeek's DeepInfer 0.1.0.
+_ELSEWHERE = """
+    ACCELERATOR COMPUTE_SUM_SMALLER_PROBS JIT_CACHE_DIR NCCL_NUM_SMS USERBUFFER_COMM_SMS GLOO_TIMEOUT
+    REARRANGE_P2P_GROUPS OVERRIDE_NUM_EXTRA_EXPERTS EXPERT_COUNT_WINDOW_SIZE EXPERT_REARRANGEMENT_STEP_INTERVAL
+    REARRANGE_AFTER_PREFILL_IN_NORMAL_ENGINE MOE_LB_STAT_INTERVAL FORCE_IMBALANCE_RATIO FORCE_LOAD_BALANCE
+    SHOW_EPLB_DETAIL PREFILL_MAX_SUM_SEQLEN_K INDEX_ATTN_MEMORY_LIMIT USE_NEXTN_DECODE ENABLE_MTP_VARLEN
+    MAX_BACKTRACKING_TOKENS DFLASH_CONFIDENCE_HEAD_TEMPERATURE ENGRAM_PAD_TOKEN SAMPLER_FORCE_TOPK
+    DECODE_TOKEN_BLACKLIST ENFORCE_EAGER DFLASH_ENFORCE_EAGER CUDAGRAPH_BATCH_SIZE_INTERVAL
+    DFLASH_CUDAGRAPH_BATCH_SIZE_INTERVAL DECODE_PERF_CACHE_DIR DECODE_PERF_CACHE_TTL_SEC NUM_STATE_SLOTS_RATIO
+    PREFILL_STORE_EXTRA_STATE PREFILL_STORE_EXTRA_SIZE XGRAMMAR_DEBUG XGRAMMAR_TIMEOUT XGRAMMAR_DISABLE_CACHE
+    XGRAMMAR_CACHE_LIMIT_BYTES SO_BUILDER_CPUS PREFILL_ATTEMPT_INTERVAL PREFILL_ANY_ATTEMPT_INTERVAL
+    ZERO_OVERHEAD_SCHEDULING LOGGING_INTERVAL_STEP NCCL_MEMORY_SAMPLE_INTERVAL_STEPS RINGBUFFER_WARNING_INTERVAL
+    GC_INTERVAL_STEP YOCO_PREFILL_TRUNCATION_MODE YOCO_PREFILL_KEEP_TOKENS DISABLE_SYNC_GUARD
+    PROFILE_TORCH_CUDA_MEMORY ENABLE_MEMORY_TRACING PROFILE_HTTP_ENABLE PROFILE_HTTP_PORT_BASE TORCH_PROFILER_DIR
+    USE_MULTIMODAL_POOL MULTIMODAL_POOL_SIZE_GB MULTI_MODAL_BUFFER_SIZE MULTI_MODAL_WORKER_TIMEOUT CPP_LOG_LEVEL
+    HF_MODEL_DIR
+"""
+_KNOWN_ELSEWHERE = frozenset(_ELSEWHERE.split())
+
+_TRUE = ("1", "true", "yes", "on")
+_FALSE = ("0", "false", "no", "off")
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+
+
+class ConfigWarning(UserWarning):
+    """A setting that has no effect: an unknown or unsupported `DEEPINFER_*` variable."""
+
+
+class EngineSettings(TypedDict, total=False):
+    """`EngineConfig`'s fields as keywords, each optional: what `LLM` takes."""
+
+    backend: str
+    dtype: Literal["bfloat16", "float32"]
+    max_model_len: int | None
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    num_kv_blocks: int | None
+    kv_memory_bytes: int | None
+    memory_utilization: float
+    block_size: int
+    window_page: int
+    kv_rounding: bool
+    activation_rounding: bool | None
+    batch_invariant: bool
+    strict: bool
+    seed: int
+    engram: Literal["memory", "mmap"]
+    load_draft: bool
+    load_vision: bool
+    num_threads: int | None
+    ops: str
+
+
+@dataclass(frozen=True)
+class _Rule:
+    """What a field accepts. Bounds are inclusive; a float's lower bound is not."""
+
+    kind: type
+    low: float | None = None
+    high: float | None = None
+    choices: tuple[str, ...] = ()
+    optional: bool = False
+
+    def problem(self, value: Any) -> str | None:
+        if value is None:
+            return None if self.optional else f"must be {self._wanted()}, got None"
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        fits = is_number if self.kind is float else type(value) is self.kind
+        if fits and self.choices:
+            fits = value in self.choices
+        if fits and self.low is not None:
+            fits = value > self.low if self.kind is float else value >= self.low
+        if fits and self.high is not None:
+            fits = value <= self.high
+        return None if fits else f"must be {self._wanted()}, got {value!r}"
+
+    def parse(self, text: str) -> Any:
+        """The value that an environment variable spells; text that spells none is returned as it is."""
+        low = text.strip().lower()
+        if self.optional and low in ("none", "auto"):
+            return None
+        if self.kind is bool and low in _TRUE + _FALSE:
+            return low in _TRUE
+        try:
+            return parse_bytes(text) if self.kind is int else float(text) if self.kind is float else text
+        except ValueError:
+            return text
+
+    def _wanted(self) -> str:
+        if self.choices:
+            return "one of " + ", ".join(map(repr, self.choices))
+        if self.kind in (bool, str):
+            return "true or false" if self.kind is bool else "a string"
+        what = "an integer" if self.kind is int else "a number"
+        low = "" if self.low is None else f" {'above' if self.kind is float else 'of at least'} {self.low}"
+        high = "" if self.high is None else f" up to {self.high}"
+        return what + low + high + (" or None" if self.optional else "")
+
+
+def _setting(default: Any, rule: _Rule, text: str) -> Any:
+    return field(default=default, metadata={"rule": rule, "help": text})
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Everything an engine is built from, checked at construction.
+
+    `EngineConfig.load` also reads a file and the environment; the constructor takes its arguments alone.
+
+    Attributes:
+        window_page: given as 0 it becomes 32, or the largest divisor that 32 shares with `block_size`.
+
+    Raises:
+        ConfigError: names every field that is wrong, one a line.
+    """
+
+    model: str = _setting("", _Rule(str), "checkpoint folder")
+    backend: str = _setting("auto", _Rule(str), "a backend's name, or auto for the best one available")
+    dtype: Literal["bfloat16", "float32"] = _setting(
+        "bfloat16", _Rule(str, choices=("bfloat16", "float32")), "type of activations"
+    )
+    max_model_len: int | None = _setting(
+        None, _Rule(int, low=1, optional=True), "longest prompt and answer together, in tokens; None: the model's"
+    )
+    max_num_seqs: int = _setting(256, _Rule(int, low=1), "requests that run at once")
+    max_num_batched_tokens: int = _setting(2048, _Rule(int, low=1), "rows of one step: prefill chunks and decode rows")
+    num_kv_blocks: int | None = _setting(
+        None, _Rule(int, low=1, optional=True), "KV blocks; None: what the memory settings allow"
+    )
+    kv_memory_bytes: int | None = _setting(
+        None, _Rule(int, low=1, optional=True), "bytes of KV memory; None: from memory_utilization"
+    )
+    memory_utilization: float = _setting(0.9, _Rule(float, low=0, high=1), "share of device memory to use in all")
+    block_size: int = _setting(128, _Rule(int, low=1), "tokens in a KV block")
+    window_page: int = _setting(0, _Rule(int, low=0), "tokens in a window page")
+    kv_rounding: bool = _setting(True, _Rule(bool), "store KV in the formats the model was trained with")
+    activation_rounding: bool | None = _setting(
+        None, _Rule(bool, optional=True), "round the inputs of matmuls; None: with bfloat16 only"
+    )
+    batch_invariant: bool = _setting(True, _Rule(bool), "a request's bits do not depend on what else runs")
+    strict: bool = _setting(False, _Rule(bool), "refuse to run an op on the slow reference")
+    seed: int = _setting(0, _Rule(int, low=0, high=MAX_SEED), "where requests without a seed get theirs from")
+    engram: Literal["memory", "mmap"] = _setting(
+        "memory", _Rule(str, choices=("memory", "mmap")), "Engram tables in memory, or read from disk as needed"
+    )
+    load_draft: bool = _setting(False, _Rule(bool), "load the draft blocks (mtp.*)")
+    load_vision: bool = _setting(False, _Rule(bool), "load the vision tower")
+    num_threads: int | None = _setting(None, _Rule(int, low=1, optional=True), "threads on the CPU; None: torch's own")
+    ops: str = _setting("", _Rule(str), "op=implementation pairs that override the choice, separated by commas")
+
+    def __post_init__(self) -> None:
+        problems = [
+            f"{name} {problem}" for name, rule in _RULES.items() if (problem := rule.problem(getattr(self, name)))
+        ]
+        if not problems:
+            if self.window_page == 0:
+                object.__setattr__(self, "window_page", math.gcd(DEFAULT_WINDOW_PAGE, self.block_size))
+            problems = self._contradictions()
+        if problems:
+            raise ConfigError("\n".join([f"{len(problems)} setting(s) cannot be used:", *problems]))
+
+    @property
+    def rounds_activations(self) -> bool:
+        """Whether inputs of matmuls are rounded, `activation_rounding` or what follows from `dtype`."""
+        return self.dtype == "bfloat16" if self.activation_rounding is None else self.activation_rounding
+
+    def _contradictions(self) -> list[str]:
+        found = []
+        if self.block_size % self.window_page:
+            found.append(f"window_page must divide block_size, got {self.window_page} and {self.block_size}")
+        if self.num_kv_blocks is not None and self.kv_memory_bytes is not None:
+            found.append("num_kv_blocks and kv_memory_bytes both set the size of the KV cache; give one of them")
+        for item in filter(None, map(str.strip, self.ops.split(","))):
+            if not re.fullmatch(r"[^=\s]+\s*=\s*[^=\s]+", item):
+                found.append(f"ops item {item!r} is not of the form op=implementation")
+        return found
+
+    @classmethod
+    def load(
+        cls,
+        model: str = "",
+        *,
+        config: str | Path | None = None,
+        environ: Mapping[str, str] | None = None,
+        **settings: Any,
+    ) -> EngineConfig:
+        """Merge arguments, a file and the environment, highest rank first.
+
+        Args:
+            model: the checkpoint folder; empty to take it from the file or the environment.
+            config: a TOML or JSON file of field names and values, by its suffix.
+            environ: variables to read; by default the process's own.
+            settings: fields by name; one that is given wins, even where it equals the default.
+
+        Raises:
+            ConfigError: an unknown name, an unreadable file, or every field that is wrong; nothing else happened.
+        """
+        _refuse_unknown(settings, "argument")
+        merged = _read_environment(os.environ if environ is None else environ)
+        if config is not None:
+            merged |= _read_file(Path(config))
+        merged |= settings
+        if model:
+            merged["model"] = model
+        return cls(**merged)
+
+
+_RULES: dict[str, _Rule] = {f.name: f.metadata["rule"] for f in fields(EngineConfig)}
+
+
+def setting_help(name: str) -> str:
+    """One line on a field, its default at the end."""
+    chosen = {f.name: f for f in fields(EngineConfig)}[name]
+    default = DEFAULT_WINDOW_PAGE if name == "window_page" else chosen.default
+    return str(chosen.metadata["help"]) + ("" if default in (None, "") else f" (default: {default})")
+
+
+def parse_bytes(text: str) -> int:
+    """An integer, with an optional unit: 4096, 512MiB, 8g.
+
+    Raises:
+        ValueError: the text is no such number.
+    """
+    match = re.fullmatch(r"\s*([+-]?\d+(?:\.\d+)?)\s*([kmgt]i?|)b?\s*", text, re.IGNORECASE)
+    if match is None:
+        raise ValueError(f"{text!r} is not a number of bytes, such as 4096 or 8GiB")
+    number, unit = match.groups()
+    value = float(number) * _UNITS[unit.lower()] if "." in number else int(number) * _UNITS[unit.lower()]
+    if value != int(value):
+        raise ValueError(f"{text!r} is not a whole number")
+    return int(value)
+
+
+def _read_environment(environ: Mapping[str, str]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for variable in sorted(environ):
+        name = variable.removeprefix(ENV_PREFIX)
+        text = environ[variable]
+        if name == variable or not text.strip():
+            continue
+        if name.lower() in _RULES and name.isupper():
+            found[name.lower()] = _RULES[name.lower()].parse(text)
+        elif name in _RENAMED:
+            if text.strip().lower() not in _FALSE:
+                found.setdefault(_RENAMED[name], "memory")
+        elif name in _KNOWN_ELSEWHERE:
+            if _INERT.get(name) != text.strip():
+                warnings.warn(f"{variable} is not supported by this engine and has no effect", ConfigWarning, 4)
+        elif name not in _OUR_OTHER_VARIABLES:
+            hint = _close(name, [n.upper() for n in _RULES] + sorted(_KNOWN_ELSEWHERE), ENV_PREFIX)
+            warnings.warn(f"{variable} is not a setting and has no effect{hint}", ConfigWarning, 4)
+    return found
+
+
+def _read_file(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+        values = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
+    except (OSError, ValueError) as error:
+        kind = "JSON" if path.suffix == ".json" else "TOML"
+        raise ConfigError(f"config file {path} cannot be read as {kind}: {error}") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"config file {path}: expected an object of settings, got {type(values).__name__}")
+    _refuse_unknown(values, f"config file {path}: setting")
+    return values
+
+
+def _refuse_unknown(values: Mapping[str, Any], what: str) -> None:
+    unknown = [f"{what} {name!r} is unknown{_close(name, list(_RULES))}" for name in values if name not in _RULES]
+    if unknown:
+        raise ConfigError("\n".join(unknown))
+
+
+def _close(name: str, known: list[str], prefix: str = "") -> str:
+    matches = difflib.get_close_matches(name, known, n=2, cutoff=0.6)
+    return f"; did you mean {' or '.join(prefix + match for match in matches)}?" if matches else ""

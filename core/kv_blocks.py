@@ -1,0 +1,225 @@
+"""KV memory bookkeeping: who holds which block and window page, and what is refused when none is left.
+
+Device-free on purpose: a block id is an integer, so every policy here can be tested without an accelerator. The
+bookkeeping that is hot lives in `core._native`; here are its defaults, its sizing rules and its errors. Which sequence
+runs, waits or is preempted is the scheduler's business.
+"""
+
+import math
+from typing import Literal, NamedTuple
+
+import numpy as np
+from deepinfer.core._native import KVPool, PoolExhaustedError
+from deepinfer.core.errors import ConfigError, OutOfBlocksError
+from deepinfer.core.step_buffers import Int32Array
+
+DEFAULT_BLOCK_SIZE = 128
+DEFAULT_WINDOW_PAGE = 32
+DEFAULT_WINDOW = 128
+DEFAULT_NUM_SLOTS = 256
+
+
+class KVCopy(NamedTuple):
+    """Device memory to copy before the next step: ids of blocks or window pages, or compressor state slots."""
+
+    kind: Literal["block", "page", "state"]
+    src: int
+    dst: int
+
+
+class KVBlockManager:
+    """The engine's KV memory: sequences, and the blocks and window pages they hold.
+
+    A sequence is named by its handle, 1..num_slots. Its life is `open`, then per step `reserve`, the step itself and
+    `commit`, and in the end `free`. Not thread safe.
+
+    Attributes:
+        pool: the native pool, for bulk calls and for `StepBuffers.write`.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int = DEFAULT_BLOCK_SIZE,
+        *,
+        num_window_pages: int | None = None,
+        window_page: int | None = None,
+        window: int = DEFAULT_WINDOW,
+        max_rollback: int = 0,
+        num_slots: int = DEFAULT_NUM_SLOTS,
+    ) -> None:
+        """Make the bookkeeping of an empty cache.
+
+        Args:
+            num_blocks: blocks in the global group; block 0, the hole, is not counted.
+            block_size: tokens in a block.
+            num_window_pages: pages in the window group; by default as many tokens as the blocks hold.
+            window_page: tokens in a page; by default 32, or the largest divisor it shares with `block_size`.
+            window: positions a query sees, itself included.
+            max_rollback: computed tokens that `truncate` may take back, the drafts of the steps in flight.
+            num_slots: sequences that may be open at once.
+
+        Raises:
+            ConfigError: a size is out of range, or `window_page` does not divide `block_size`.
+        """
+        if window_page is None:
+            window_page = math.gcd(DEFAULT_WINDOW_PAGE, max(block_size, 1))
+        if num_window_pages is None:
+            num_window_pages = num_blocks * (block_size // max(window_page, 1))
+        if max_rollback < 0:
+            raise ConfigError(f"max_rollback is {max_rollback}; it must be at least 0")
+        try:
+            self.pool = KVPool(
+                num_blocks=num_blocks,
+                block_size=block_size,
+                num_window_pages=num_window_pages,
+                window_page=window_page,
+                window=window,
+                lookback=window + max_rollback,
+                num_slots=num_slots,
+            )
+        except (ValueError, OverflowError) as error:
+            raise ConfigError(str(error)) from error
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks that nobody holds."""
+        return self.pool.num_free_blocks
+
+    @property
+    def num_free_pages(self) -> int:
+        """Window pages that nobody holds."""
+        return self.pool.num_free_pages
+
+    @property
+    def num_free_slots(self) -> int:
+        """Sequences that can still be opened."""
+        return self.pool.num_free_slots
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Blocks that a sequence of `num_tokens` holds."""
+        return -(-num_tokens // self.pool.block_size)
+
+    def max_window_pages(self, num_rows: int) -> int:
+        """The most window pages that a sequence holds while a step runs `num_rows` of its rows.
+
+        Held are the rows and the lookback - 1 positions before them, at worst starting on the last token of a page.
+        """
+        span = self.pool.lookback - 1 + max(num_rows, 1)
+        return (span + self.pool.window_page - 2) // self.pool.window_page + 1
+
+    def never_fits(self, num_tokens: int) -> bool:
+        """Whether a sequence that grows to `num_tokens` cannot run even alone and one row at a time."""
+        pages = min(-(-num_tokens // self.pool.window_page), self.max_window_pages(1))
+        return self.blocks_for(num_tokens) > self.pool.num_blocks or pages > self.pool.num_window_pages
+
+    def allocate(self, num_tokens: int) -> int:
+        """Open a sequence of `num_tokens` placeholder tokens (id 0) with memory for all of them, as warm-up does.
+
+        Returns:
+            The sequence's handle.
+
+        Raises:
+            OutOfBlocksError: too few blocks, pages or slots are free; nothing is taken.
+        """
+        seq = self.open(np.zeros(num_tokens, dtype=np.int32))
+        try:
+            self.reserve(seq, num_tokens)
+        except OutOfBlocksError:
+            self.free(seq)
+            raise
+        return seq
+
+    def open(self, token_ids: Int32Array) -> int:
+        """Start a sequence of these tokens, holding no memory yet, and return its handle.
+
+        Args:
+            token_ids: [num_tokens] int32.
+
+        Raises:
+            OutOfBlocksError: no sequence slot is free.
+        """
+        try:
+            return self.pool.open(token_ids)
+        except PoolExhaustedError as error:
+            raise OutOfBlocksError(str(error)) from error
+
+    def reserve(self, seq: int, end: int) -> None:
+        """Hold memory for all positions below `end`.
+
+        Raises:
+            OutOfBlocksError: too few blocks or window pages are free; nothing is taken.
+        """
+        if self.pool.reserve(seq, end):
+            return
+        blocks, pages = self.pool.blocks_needed(seq, end), self.pool.pages_needed(seq, end)
+        if blocks > self.num_free_blocks:
+            raise OutOfBlocksError(
+                f"need {_count(blocks, 'block')} for {_count(end, 'token')}, {self.num_free_blocks} free"
+            )
+        raise OutOfBlocksError(
+            f"need {_count(pages, 'window page')} for {_count(end, 'token')}, {self.num_free_pages} free"
+        )
+
+    def reserve_many(self, seqs: Int32Array, ends: Int32Array) -> int:
+        """Reserve in order up to the first sequence that cannot; those before it keep what they got.
+
+        Args:
+            seqs: [num_seqs] int32 handles.
+            ends: [num_seqs] int32 positions to hold memory below.
+
+        Returns:
+            The index of the sequence that failed, or `len(seqs)`.
+        """
+        return self.pool.reserve_many(seqs, ends)
+
+    def commit(self, seqs: Int32Array, new_computed: Int32Array) -> None:
+        """Say that the records of positions below `new_computed[i]` are stored; frees pages behind the window.
+
+        Args:
+            seqs: [num_seqs] int32 handles, each once.
+            new_computed: [num_seqs] int32, each reserved and not below what was committed before.
+        """
+        self.pool.commit(seqs, new_computed)
+
+    def truncate(self, seq: int, num_tokens: int) -> list[KVCopy]:
+        """Roll a sequence back to its first `num_tokens` tokens, freeing what lies past them.
+
+        Returns:
+            Copies to make on the device before the next step; empty unless the sequence shares its new tail.
+
+        Raises:
+            ValueError: the rollback is longer than `max_rollback` allows; preempt and compute again.
+            OutOfBlocksError: no memory for a copy; nothing is changed.
+        """
+        try:
+            return [KVCopy(*copy) for copy in self.pool.truncate(seq, num_tokens)]
+        except PoolExhaustedError as error:
+            raise OutOfBlocksError(str(error)) from error
+
+    def fork(self, seq: int) -> tuple[int, list[KVCopy]]:
+        """Open a second sequence with the same tokens and records, sharing full blocks and pages.
+
+        Returns:
+            The new handle, and the copies to make on the device before the next step.
+
+        Raises:
+            OutOfBlocksError: no slot, or no memory for the tail; nothing is changed.
+        """
+        try:
+            child, copies = self.pool.fork(seq)
+        except PoolExhaustedError as error:
+            raise OutOfBlocksError(str(error)) from error
+        return child, [KVCopy(*copy) for copy in copies]
+
+    def preempt(self, seq: int) -> None:
+        """Free a sequence's memory; its tokens and handle stay, and all of it is to be computed again."""
+        self.pool.release_memory(seq)
+
+    def free(self, seq: int) -> None:
+        """End a sequence and free all it holds."""
+        self.pool.close(seq)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -1,0 +1,166 @@
+// deepinfer.core._native: the Python face of the pool and the step writer. Documented in core/_native.pyi.
+//
+// Bulk calls release the GIL after their arrays are checked. A pool is not thread safe all the same: one thread at a
+// time may be inside it.
+#include <pybind11/numpy.h>
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <cstdint>
+#include <stdexcept>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "arrays.hpp"
+#include "pool.hpp"
+#include "step_writer.hpp"
+
+namespace py = pybind11;
+
+namespace deepinfer {
+namespace {
+
+// The output arrays of a step, checked once; holding them keeps their memory in place.
+struct BoundStepArrays {
+  StepArrays arrays;
+  std::vector<py::array> owners;
+};
+
+BoundStepArrays bind_step_arrays(py::array input_ids, py::array positions, py::array row_to_seq,
+                                 py::array window_slots, const std::vector<std::pair<int64_t, py::array>>& slots,
+                                 py::array cu_seqlens_q, py::array seq_lens, py::array query_lens,
+                                 py::array state_slots, py::array window_first_page, py::array history,
+                                 py::array block_tables, py::array block_table_lens, py::array window_tables,
+                                 py::array window_table_lens) {
+  BoundStepArrays bound{
+      .arrays = {.input_ids = output_vector("input_ids", input_ids),
+                 .positions = output_vector("positions", positions),
+                 .row_to_seq = output_vector("row_to_seq", row_to_seq),
+                 .window_slots = output_vector("window_slots", window_slots),
+                 .slots = {},
+                 .cu_seqlens_q = output_vector("cu_seqlens_q", cu_seqlens_q),
+                 .seq_lens = output_vector("seq_lens", seq_lens),
+                 .query_lens = output_vector("query_lens", query_lens),
+                 .state_slots = output_vector("state_slots", state_slots),
+                 .window_first_page = output_vector("window_first_page", window_first_page),
+                 .history = output_table("history", history),
+                 .block_tables = {output_table("block_tables", block_tables),
+                                  output_vector("block_table_lens", block_table_lens)},
+                 .window_tables = {output_table("window_tables", window_tables),
+                                   output_vector("window_table_lens", window_table_lens)}},
+      .owners = {input_ids, positions, row_to_seq, window_slots, cu_seqlens_q, seq_lens, query_lens, state_slots,
+                 window_first_page, history, block_tables, block_table_lens, window_tables, window_table_lens}};
+  for (const auto& [ratio, array] : slots) {
+    if (ratio < 1) throw std::invalid_argument(text("slots: ratio is ", ratio, "; it must be at least 1"));
+    bound.arrays.slots.push_back({ratio, output_vector("slots", array)});
+    bound.owners.push_back(array);
+  }
+  return bound;
+}
+
+std::vector<std::tuple<const char*, int32_t, int32_t>> as_tuples(const std::vector<Copy>& copies) {
+  std::vector<std::tuple<const char*, int32_t, int32_t>> tuples;
+  for (const Copy& copy : copies) tuples.emplace_back(copy.kind, copy.src, copy.dst);
+  return tuples;
+}
+
+// A read-only property of the pool's configuration.
+template <int64_t PoolConfig::*field>
+int64_t config_of(const KVPool& pool) {
+  return pool.config().*field;
+}
+
+void bind_pool(py::module_& m) {
+  py::class_<KVPool> cls(m, "KVPool");
+  cls.def(py::init([](int64_t num_blocks, int64_t block_size, int64_t num_window_pages, int64_t window_page,
+                      int64_t window, int64_t lookback, int64_t num_slots) {
+            return KVPool({num_blocks, block_size, num_window_pages, window_page, window, lookback, num_slots});
+          }),
+          py::arg("num_blocks"), py::arg("block_size"), py::arg("num_window_pages"), py::arg("window_page"),
+          py::arg("window"), py::arg("lookback"), py::arg("num_slots"));
+  cls.def_property_readonly("num_blocks", config_of<&PoolConfig::num_blocks>)
+      .def_property_readonly("block_size", config_of<&PoolConfig::block_size>)
+      .def_property_readonly("num_window_pages", config_of<&PoolConfig::num_window_pages>)
+      .def_property_readonly("window_page", config_of<&PoolConfig::window_page>)
+      .def_property_readonly("window", config_of<&PoolConfig::window>)
+      .def_property_readonly("lookback", config_of<&PoolConfig::lookback>)
+      .def_property_readonly("num_slots", config_of<&PoolConfig::num_slots>)
+      .def_property_readonly("num_free_blocks", &KVPool::num_free_blocks)
+      .def_property_readonly("num_free_pages", &KVPool::num_free_pages)
+      .def_property_readonly("num_free_slots", &KVPool::num_free_slots);
+
+  cls.def("is_open", [](const KVPool& pool, int64_t seq) { return pool.sequences().is_open(seq); }, py::arg("seq"))
+      .def("num_tokens", [](const KVPool& p, int64_t seq) { return p.sequences().at(seq).num_tokens(); }, py::arg("seq"))
+      .def("num_computed", [](const KVPool& p, int64_t seq) { return p.sequences().at(seq).num_computed; },
+           py::arg("seq"))
+      .def("first_page", [](const KVPool& p, int64_t seq) { return p.sequences().at(seq).first_page; }, py::arg("seq"))
+      .def("tokens", [](const KVPool& p, int64_t seq) { return copy_out(p.sequences().at(seq).tokens); }, py::arg("seq"))
+      .def("blocks", [](const KVPool& p, int64_t seq) { return copy_out(p.sequences().at(seq).blocks); }, py::arg("seq"))
+      .def("pages", [](const KVPool& p, int64_t seq) { return copy_out(p.sequences().at(seq).pages); }, py::arg("seq"));
+
+  cls.def("open", [](KVPool& p, const py::array& tokens) { return p.open(input_vector("token_ids", tokens)); },
+          py::arg("token_ids"))
+      .def("close", &KVPool::close, py::arg("seq"))
+      .def("append_many",
+           [](KVPool& p, int64_t seq, const py::array& tokens) { p.append_many(seq, input_vector("tokens", tokens)); },
+           py::arg("seq"), py::arg("tokens"))
+      .def("blocks_needed", &KVPool::blocks_needed, py::arg("seq"), py::arg("end"))
+      .def("pages_needed", &KVPool::pages_needed, py::arg("seq"), py::arg("end"))
+      .def("reserve", &KVPool::reserve, py::arg("seq"), py::arg("end"))
+      .def("truncate", [](KVPool& p, int64_t seq, int64_t num_tokens) { return as_tuples(p.truncate(seq, num_tokens)); },
+           py::arg("seq"), py::arg("num_tokens"))
+      .def("release_memory", &KVPool::release_memory, py::arg("seq"))
+      .def("fork",
+           [](KVPool& p, int64_t seq) {
+             const auto [child, copies] = p.fork(seq);
+             return std::pair(child, as_tuples(copies));
+           },
+           py::arg("seq"))
+      .def("check", &KVPool::check, py::call_guard<py::gil_scoped_release>());
+
+  cls.def("append",
+          [](KVPool& pool, const py::array& seqs, const py::array& tokens) {
+            const auto s = input_vector("seqs", seqs), t = input_vector("tokens", tokens);
+            py::gil_scoped_release released;
+            pool.append(s, t);
+          },
+          py::arg("seqs"), py::arg("tokens"))
+      .def("reserve_many",
+           [](KVPool& pool, const py::array& seqs, const py::array& ends) {
+             const auto s = input_vector("seqs", seqs), e = input_vector("ends", ends);
+             py::gil_scoped_release released;
+             return pool.reserve_many(s, e);
+           },
+           py::arg("seqs"), py::arg("ends"))
+      .def("commit",
+           [](KVPool& pool, const py::array& seqs, const py::array& new_computed) {
+             const auto s = input_vector("seqs", seqs), n = input_vector("new_computed", new_computed);
+             py::gil_scoped_release released;
+             pool.commit(s, n);
+           },
+           py::arg("seqs"), py::arg("new_computed"))
+      .def("write_step",
+           [](const KVPool& pool, const py::array& seqs, const py::array& query_lens, const BoundStepArrays& out,
+              int64_t pad_rows, int64_t pad_seqs) {
+             const auto s = input_vector("seqs", seqs), q = input_vector("query_lens", query_lens);
+             py::gil_scoped_release released;
+             return write_step(pool, s, q, out.arrays, pad_rows, pad_seqs);
+           },
+           py::arg("seqs"), py::arg("query_lens"), py::arg("out"), py::arg("pad_rows") = -1, py::arg("pad_seqs") = -1);
+}
+
+}  // namespace
+}  // namespace deepinfer
+
+PYBIND11_MODULE(_native, m) {
+  m.doc() = "Host hot paths of the engine: block and page pools, step metadata.";
+  py::register_exception<deepinfer::PoolExhausted>(m, "PoolExhaustedError", PyExc_RuntimeError);
+  py::class_<deepinfer::BoundStepArrays>(m, "StepArrays")
+      .def(py::init(&deepinfer::bind_step_arrays), py::kw_only(), py::arg("input_ids"), py::arg("positions"),
+           py::arg("row_to_seq"), py::arg("window_slots"), py::arg("slots"), py::arg("cu_seqlens_q"),
+           py::arg("seq_lens"), py::arg("query_lens"), py::arg("state_slots"), py::arg("window_first_page"),
+           py::arg("history"), py::arg("block_tables"), py::arg("block_table_lens"), py::arg("window_tables"),
+           py::arg("window_table_lens"));
+  deepinfer::bind_pool(m);
+}

@@ -1,0 +1,149 @@
+"""Which requests run in a step, with how many rows, and who gives way when memory runs out.
+
+Policy only: bookkeeping of blocks is `core.kv_blocks`, arrays are `core.step_buffers`. One step mixes decode rows and
+prefill chunks under a budget of rows. Running requests come first, oldest first, so that the oldest always advances;
+when it cannot grow, the younger request that is cheapest to compute again gives its memory back and waits at the front.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+import numpy as np
+from deepinfer.core.kv_blocks import KVBlockManager
+from deepinfer.core.request import Request
+from deepinfer.core.step_buffers import Int32Array
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """The rows of one step.
+
+    Attributes:
+        requests: in row order.
+        seqs: [n] int32 handles.
+        query_lens: [n] int32 rows of each.
+    """
+
+    requests: list[Request]
+    seqs: Int32Array
+    query_lens: Int32Array
+
+
+@dataclass
+class Scheduler:
+    """Queues of one engine.
+
+    Args:
+        blocks: KV memory.
+        max_num_seqs: most running requests.
+        max_rows: rows of a step.
+        max_rows_with_logits: most rows of one request in a step when logits of all of them are kept.
+    """
+
+    blocks: KVBlockManager
+    max_num_seqs: int
+    max_rows: int
+    max_rows_with_logits: int = 512
+    waiting: deque[Request] = field(default_factory=deque)
+    running: list[Request] = field(default_factory=list)
+    num_preemptions: int = 0
+
+    @property
+    def has_work(self) -> bool:
+        """Something runs or waits."""
+        return bool(self.running or self.waiting)
+
+    def add(self, request: Request) -> None:
+        """Queue a request behind all others."""
+        self.waiting.append(request)
+
+    def plan(self) -> StepPlan | None:
+        """Choose the next step's rows and hold memory for them; None when nothing is left to run."""
+        preemptions = self.num_preemptions
+        chosen: list[Request] = []
+        rows: list[int] = []
+        budget = self.max_rows
+        for request in self.running:
+            if budget == 0:
+                break
+            count = 1 if request.num_tokens - request.num_computed == 1 else self._rows(request, budget)
+            chosen.append(request)
+            rows.append(count)
+            budget -= count
+        chosen, rows = self._hold_memory(chosen, rows)
+        if self.num_preemptions == preemptions:  # whoever gave way comes back before anybody new
+            self._admit(chosen, rows, self.max_rows - sum(rows))
+        if not chosen:
+            return None
+        seqs = np.fromiter((r.seq for r in chosen), dtype=np.int32, count=len(chosen))
+        return StepPlan(chosen, seqs, np.array(rows, dtype=np.int32))
+
+    def finish(self, request: Request) -> None:
+        """Drop a request wherever it is and free what it holds."""
+        if request.seq:
+            self.blocks.free(request.seq)
+            request.seq = 0
+            self.running.remove(request)
+        else:
+            self.waiting.remove(request)
+
+    def _rows(self, request: Request, budget: int) -> int:
+        rows = request.next_rows(budget)
+        if request.num_prompt_rows_wanted > request.num_computed:
+            rows = min(rows, self.max_rows_with_logits)
+        return rows
+
+    def _hold_memory(self, chosen: list[Request], rows: list[int]) -> tuple[list[Request], list[int]]:
+        """Reserve memory oldest first, preempting younger requests; returns those that keep their rows."""
+        held = 0
+        while held < len(chosen):
+            seqs = np.fromiter((r.seq for r in chosen[held:]), dtype=np.int32, count=len(chosen) - held)
+            ends = np.fromiter(
+                (r.num_computed + n for r, n in zip(chosen[held:], rows[held:], strict=True)),
+                dtype=np.int32,
+                count=len(chosen) - held,
+            )
+            held += self.blocks.reserve_many(seqs, ends)
+            if held == len(chosen):
+                break
+            victim = self._victim(chosen[held])
+            self._preempt(victim)
+            keep = [i for i, r in enumerate(chosen) if r is not victim]
+            chosen, rows = [chosen[i] for i in keep], [rows[i] for i in keep]
+        return chosen, rows
+
+    def _victim(self, needy: Request) -> Request:
+        """Whom to preempt for `needy`: of the younger ones the cheapest to compute again, else itself."""
+        younger = self.running[self.running.index(needy) + 1 :]
+        return min(younger, key=lambda r: r.num_computed, default=needy)
+
+    def _preempt(self, request: Request) -> None:
+        self.blocks.free(request.seq)
+        request.seq = 0
+        request.num_computed = 0
+        request.output.timings.num_preemptions += 1
+        self.running.remove(request)
+        self.waiting.appendleft(request)
+        self.num_preemptions += 1
+
+    def _admit(self, chosen: list[Request], rows: list[int], budget: int) -> None:
+        """Start waiting requests while rows, places and memory last, in order of arrival."""
+        reserved = 0
+        while self.waiting and budget > 0 and len(self.running) < self.max_num_seqs:
+            request = self.waiting[0]
+            # All known tokens and the next one must fit, so that admission does not cause the next preemption.
+            need = self.blocks.blocks_for(min(request.num_tokens + 1, request.max_len))
+            if need > self.blocks.num_free_blocks - reserved:
+                return
+            self.waiting.popleft()
+            tokens = np.array(request.prompt_token_ids + request.completion.token_ids, dtype=np.int32)
+            request.seq = self.blocks.open(tokens)
+            self.running.append(request)
+            count = self._rows(request, budget)
+            self.blocks.reserve(request.seq, count)
+            reserved += need - self.blocks.blocks_for(count)
+            chosen.append(request)
+            rows.append(count)
+            budget -= count

@@ -1,0 +1,1 @@
+"""What people touch: the Python API, the command line, batch files."""

@@ -1,0 +1,1 @@
+"""Models: configuration, weights and forward passes that call ops only."""

@@ -1,0 +1,1 @@
+"""DeepSeek-V4.1-Flash: configuration, weights, chat format and forward pass."""

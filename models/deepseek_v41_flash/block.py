@@ -1,0 +1,83 @@
+"""One transformer block: Engram, attention and experts, each read from and written to the residual streams."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from deepinfer.models.deepseek_v41_flash.attention import Attention
+from deepinfer.models.deepseek_v41_flash.config import TextConfig
+from deepinfer.models.deepseek_v41_flash.engram import Engram
+from deepinfer.models.deepseek_v41_flash.experts import Experts
+from deepinfer.models.deepseek_v41_flash.linear import Norm, Numerics, Rows, wants_quantised
+from deepinfer.models.deepseek_v41_flash.step import StepContext
+from deepinfer.models.deepseek_v41_flash.weights import HyperConnection, LayerWeights
+from deepinfer.ops.mhc import mhc_apply, mhc_post, mhc_prenorm_mix, mhc_split_sinkhorn
+from deepinfer.ops.registry import OpTable
+
+
+class StreamMixer:
+    """Mixing of one sublayer: weights to read with next, and to write this sublayer's output with."""
+
+    def __init__(self, ops: OpTable, config: TextConfig, weights: HyperConnection) -> None:
+        self._fn, self._base, self._scale = weights.fn.float(), weights.base.float(), weights.scale.float()
+        self._iters, self._hc_eps, self._eps = config.hc_sinkhorn_iters, config.hc_eps, config.rms_norm_eps
+        dims = {"streams": config.hc_mult, "hidden": config.hidden_size}
+        self._mix = ops.bind(mhc_prenorm_mix, **dims)
+        self._split = ops.bind(mhc_split_sinkhorn, streams=config.hc_mult)
+        self._post = ops.bind(mhc_post, **dims)
+
+    def mix(self, h: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """[T, M, H] to pre [T, M], post [T, M], comb [T, M, M]."""
+        return self._split(self._mix(h, self._fn, self._eps), self._scale, self._base, self._iters, self._hc_eps)
+
+    def write(self, y: Tensor, h: Tensor, post: Tensor, comb: Tensor) -> Tensor:
+        """Spread a sublayer's output [T, H] over the streams."""
+        return self._post(y, h, post, comb)
+
+
+class Block:
+    """A backbone layer. The weights it reads with come from the sublayer before it (`pre`)."""
+
+    def __init__(
+        self, ops: OpTable, config: TextConfig, layer: int, weights: LayerWeights, cos_sin: Tensor, numerics: Numerics
+    ) -> None:
+        self.layer = layer
+        eps = config.rms_norm_eps
+        attn, ffn = weights.attn, weights.ffn
+        behind_attn = wants_quantised(numerics, attn.wq_a, attn.wkv)
+        behind_ffn = wants_quantised(numerics, ffn.w13, ffn.shared_w13)
+        self._attn_norm = Norm(ops, weights.attn_norm, eps, quantised=behind_attn)
+        self._ffn_norm = Norm(ops, weights.ffn_norm, eps, quantised=behind_ffn)
+        self._attn_mixer = StreamMixer(ops, config, weights.hc_attn)
+        self._ffn_mixer = StreamMixer(ops, config, weights.hc_ffn)
+        self._read = ops.bind(mhc_apply, streams=config.hc_mult, hidden=config.hidden_size)
+        self.attention = Attention(ops, config, layer, weights, cos_sin, numerics)
+        self.experts = Experts(
+            ops,
+            f"layers.{layer}",
+            ffn,
+            numerics,
+            per_token=config.num_experts_per_tok,
+            scale=config.routed_scaling_factor,
+            limit=config.swiglu_limit,
+        )
+        self.engram = Engram(ops, config, weights.engram, numerics) if weights.engram is not None else None
+
+    def __call__(self, h: Tensor, pre: Tensor, engram_rows: Tensor | None, step: StepContext) -> tuple[Tensor, Tensor]:
+        """Streams [T, M, H] and read weights [T, M] to the next layer's."""
+        name = f"layers.{self.layer}"
+        step.observe(f"{name}.streams_in", h)
+        step.observe(f"{name}.pre_mix_in", pre)
+        if self.engram is not None and engram_rows is not None:
+            h = self.engram(h, engram_rows)
+        next_pre, post, comb = self._attn_mixer.mix(h)
+        y = self.attention(self._normed(self._attn_norm, h, pre), step)
+        step.observe(f"{name}.attn_out", y)
+        h = self._attn_mixer.write(y, h, post, comb)
+        last_pre, post, comb = self._ffn_mixer.mix(h)
+        y = self.experts(self._normed(self._ffn_norm, h, next_pre), step)
+        step.observe(f"{name}.ffn_out", y)
+        return self._ffn_mixer.write(y, h, post, comb), last_pre
+
+    def _normed(self, norm: Norm, h: Tensor, pre: Tensor) -> Rows:
+        return norm(self._read(h, pre))

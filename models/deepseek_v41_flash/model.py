@@ -1,0 +1,102 @@
+"""DeepSeek-V4.1-Flash as the engine sees it: caches by name, and a forward pass over packed rows.
+
+The pass follows the specification's section 4 line by line. All arithmetic is ops; this file takes views and decides
+the order.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from deepinfer.models.deepseek_v41_flash.block import Block
+from deepinfer.models.deepseek_v41_flash.caches import cache_spec
+from deepinfer.models.deepseek_v41_flash.config import ModelConfig, TextConfig
+from deepinfer.models.deepseek_v41_flash.engram import EngramHash
+from deepinfer.models.deepseek_v41_flash.engram_tables import EngramConstants
+from deepinfer.models.deepseek_v41_flash.linear import Linear, Norm, Numerics
+from deepinfer.models.deepseek_v41_flash.step import StepBuilder
+from deepinfer.models.deepseek_v41_flash.weights import ModelWeights
+from deepinfer.models.interface import Caches, ModelInfo, StepBatch, Tap
+from deepinfer.ops.heads import embedding, gather_rows
+from deepinfer.ops.mhc import mhc_apply, mhc_expand
+from deepinfer.ops.registry import OpTable
+from deepinfer.ops.rope import plain_frequencies, rope_table, yarn_frequencies
+
+
+class DeepseekV41Flash:
+    """The backbone, bound to ops and weights.
+
+    Args:
+        config: validated configuration.
+        weights: tensors on the device of `ops`.
+        ops: resolves every op once, here.
+        numerics: activation dtype and rounding switches.
+        max_model_len: positions that rotary tables must cover.
+        engram: constants of the hash, None when the model has no Engram layer.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: ModelWeights,
+        ops: OpTable,
+        numerics: Numerics,
+        *,
+        max_model_len: int,
+        engram: EngramConstants | None,
+    ) -> None:
+        text = config.text
+        self.info = ModelInfo(
+            name="DeepseekV41ForCausalLM",
+            vocab_size=text.vocab_size,
+            max_position=text.max_position_embeddings,
+            eos_token_ids=config.eos_token_ids,
+        )
+        self.cache_spec = cache_spec(text, numerics.kv_rounding)
+        self.ops = ops
+        self._dtype = numerics.dtype
+        self._streams = text.hc_mult
+        plain, scaled = _rope_tables(text, max_model_len)
+        device = ops.context.device
+        tables = {False: plain.to(device), True: scaled.to(device)}
+        self._embed = weights.embed
+        self.layers = [
+            Block(ops, text, i, layer, tables[text.compress_ratios[i] > 0], numerics)
+            for i, layer in enumerate(weights.layers)
+        ]
+        self._engram = EngramHash(ops, text, engram) if engram is not None else None
+        self._norm = Norm(ops, weights.norm, text.rms_norm_eps, quantised=False)
+        self._head = Linear(ops, weights.head, numerics, out_dtype=torch.float32)
+        self._build_step = StepBuilder(ops, text.sliding_window, self.cache_spec.ratios)
+        self._lookup = ops.bind(embedding, hidden=text.hidden_size)
+        self._expand = ops.bind(mhc_expand, streams=text.hc_mult, hidden=text.hidden_size)
+        self._gather = ops.bind(gather_rows)
+        self._read = ops.bind(mhc_apply, streams=text.hc_mult, hidden=text.hidden_size)
+
+    def forward(self, batch: StepBatch, caches: Caches, tap: Tap | None = None) -> Tensor:
+        """Run one step; see `models.interface.Model.forward`."""
+        step = self._build_step(batch, caches, tap)
+        h, pre = self._expand(self._lookup(self._embed, batch.input_ids, self._dtype), self._streams)
+        engram_rows = self._engram(step) if self._engram is not None else {}
+        for layer in self.layers:
+            h, pre = layer(h, pre, engram_rows.get(layer.layer), step)
+        rows = batch.logits_rows
+        final = self._norm(self._read(self._gather(h, rows), self._gather(pre, rows)))
+        step.observe("final_norm", final.plain)
+        return self._head(final)
+
+
+def _rope_tables(text: TextConfig, num_positions: int) -> tuple[Tensor, Tensor]:
+    """Tables of window-only layers and of layers with compressed KV."""
+    dim, scaling = text.qk_rope_head_dim, text.rope_scaling
+    plain = rope_table(num_positions, plain_frequencies(dim, text.rope_theta))
+    scaled = yarn_frequencies(
+        dim,
+        text.compress_rope_theta,
+        scaling.factor,
+        scaling.original_max_position_embeddings,
+        scaling.beta_fast,
+        scaling.beta_slow,
+    )
+    return plain, rope_table(num_positions, scaled)

@@ -1,0 +1,190 @@
+"""What a backend author writes: a `Backend`, a probe, and functions or plans registered against op specs.
+
+A backend registers implementations while its op modules are imported; `deepinfer.ops.registry` chooses among them once,
+when a model is built. Nothing here knows a vendor.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+import torch
+
+from deepinfer.ops.spec import API_VERSION, OpSpec
+
+if TYPE_CHECKING:
+    from deepinfer.ops.runtime import Runtime
+
+Dims = Mapping[str, Any]
+"""Static facts that a predicate may look at: sizes by name, dtypes and record formats."""
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True)
+class Availability:
+    """A probe's answer: can this backend run here, and if not, what is missing."""
+
+    available: bool
+    reason: str = ""
+
+
+class Plan(Protocol):
+    """An op bound to static dimensions, ready to run many times.
+
+    Attributes:
+        scratch_bytes: contents undefined before and after a run; shared by all plans of a stream.
+        persistent_bytes: private to this plan, zeroed at bind, left zero by every run.
+        capturable: `run` allocates nothing, synchronises nothing and reads no device memory on the host.
+    """
+
+    scratch_bytes: int
+    persistent_bytes: int
+    capturable: bool
+
+    def run(self, *inputs: Any, **options: Any) -> Any:
+        """Run the op. `out=` and `scratch=` are passed when the plan is capturable."""
+        ...
+
+
+@dataclass(frozen=True)
+class FunctionPlan:
+    """A plain function as a plan: it may allocate, so it is not capturable. References are wrapped the same way."""
+
+    function: Callable[..., Any]
+    scratch_bytes: int = 0
+    persistent_bytes: int = 0
+    capturable: bool = False
+
+    def run(self, *inputs: Any, **options: Any) -> Any:
+        """Call the function."""
+        return self.function(*inputs, **options)
+
+
+@dataclass(frozen=True)
+class BindContext:
+    """What an implementation may use while it binds.
+
+    Attributes:
+        device: where tensors live.
+        runtime: streams, memory and graphs of that device.
+        batch_invariant: rows must have the same bits in any batch (the default everywhere).
+        max_tokens: upper bound on rows of one step.
+    """
+
+    device: torch.device
+    runtime: Runtime
+    batch_invariant: bool = True
+    max_tokens: int = 0
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """One backend's way to run one op.
+
+    Attributes:
+        op: the spec it implements.
+        name: `backend.function`, as tables print it and overrides name it.
+        bind: makes a plan for static dimensions.
+        when: predicate over static dimensions; False leaves the op to the next implementation.
+        priority: the highest wins among those whose predicate holds.
+        batch_invariant: False marks a faster form that is only chosen with `batch_invariant=False`.
+    """
+
+    op: OpSpec[..., Any]
+    name: str
+    bind: Callable[[Dims, BindContext], Plan]
+    when: Callable[[Dims], bool]
+    priority: int = 0
+    batch_invariant: bool = True
+
+
+def _always(dims: Dims) -> bool:
+    return True
+
+
+@dataclass
+class Backend:
+    """A device family: how to find out whether it is here, how to run it, and which ops it implements.
+
+    Args:
+        name: what `backend=` and the command line call it.
+        device_type: the `torch.device` type its tensors have.
+        probe: answers without importing any kernel module.
+        op_modules: imported on first use; each registers implementations.
+        runtime: makes the runtime (device, streams, memory) on first use.
+        priority: which backend `auto` prefers among those available.
+        api_version: the op contract this backend was written for.
+    """
+
+    name: str
+    device_type: str
+    probe: Callable[[], Availability]
+    op_modules: tuple[str, ...] = ()
+    runtime: Callable[[], Runtime] | None = None
+    priority: int = 0
+    api_version: int = API_VERSION
+    implementations: list[Implementation] = field(default_factory=list, repr=False)
+    _loaded: bool = field(default=False, repr=False)
+
+    def load(self) -> None:
+        """Import the op modules, which register their implementations; a second call does nothing."""
+        if not self._loaded:
+            for module in self.op_modules:
+                importlib.import_module(module)
+            self._loaded = True
+
+    def implements(
+        self,
+        op: OpSpec[..., Any],
+        *,
+        when: Callable[[Dims], bool] = _always,
+        priority: int = 0,
+        batch_invariant: bool = True,
+    ) -> Callable[[F], F]:
+        """Register a plain function with the op's own signature.
+
+        Args:
+            op: the spec; keyword names and order must match its reference.
+            when: predicate over static dimensions.
+            priority: the highest wins.
+            batch_invariant: False for a faster form without row invariance.
+        """
+
+        def wrap(function: F) -> F:
+            plan = FunctionPlan(function)
+            self.implementations.append(
+                Implementation(
+                    op=op,
+                    name=f"{self.name}.{function.__name__}",
+                    bind=lambda dims, ctx: plan,
+                    when=when,
+                    priority=priority,
+                    batch_invariant=batch_invariant,
+                )
+            )
+            return function
+
+        return wrap
+
+    def implements_plan(
+        self,
+        op: OpSpec[..., Any],
+        *,
+        when: Callable[[Dims], bool] = _always,
+        priority: int = 0,
+        batch_invariant: bool = True,
+    ) -> Callable[[Callable[[Dims, BindContext], Plan]], Callable[[Dims, BindContext], Plan]]:
+        """Register a `bind(dims, ctx) -> Plan` for kernels that want scratch, persistent memory or capture."""
+
+        def wrap(bind: Callable[[Dims, BindContext], Plan]) -> Callable[[Dims, BindContext], Plan]:
+            name = getattr(bind, "__name__", "plan")
+            self.implementations.append(
+                Implementation(op, f"{self.name}.{name}", bind, when, priority, batch_invariant)
+            )
+            return bind
+
+        return wrap

@@ -1,0 +1,91 @@
+"""Writing, reading and copying cache records."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from deepinfer.ops.formats import PagedCache
+from deepinfer.ops.norm import rms_norm
+from deepinfer.ops.quant import read_records, write_records
+from deepinfer.ops.rope import rope
+from deepinfer.ops.spec import EXACT, Tolerance, define_op
+
+STORE = Tolerance(
+    2**-8, 1e-6, off_by_one=1e-3, why="exact given equal norms; a bf16 ulp of the norm may move a code by one"
+)
+
+
+@define_op(mutates=("cache",), tolerance=STORE, determinism="D2")
+def kv_norm_rope_store(
+    kv: Tensor,
+    weight: Tensor,
+    eps: float,
+    positions: Tensor,
+    cos_sin: Tensor,
+    cache: PagedCache,
+    slots: Tensor,
+    ratio: int = 1,
+) -> Tensor:
+    """Normalise, rotate, quantise and store one key/value vector per row.
+
+    Args:
+        kv: [T, D] bfloat16 or float32.
+        weight: [D] of the norm.
+        eps: of the norm.
+        positions: [T] int32, token positions. A compressed entry rotates at its group's first token,
+            `position // ratio * ratio`.
+        cos_sin: [P, Dr] float32.
+        cache: where records go.
+        slots: [T] int32; -1 writes nothing. Slots that are not -1 differ.
+        ratio: tokens per record.
+
+    Returns:
+        [T, D]: the normed rows before rotation (index keys are made of them), dtype of `kv`.
+    """
+    normed = rms_norm(kv, weight, eps)
+    write_records(cache, slots, rope(normed, positions // ratio * ratio, cos_sin))
+    return normed
+
+
+@define_op(mutates=("cache",), tolerance=STORE, determinism="D2")
+def index_k_store(
+    k: Tensor,
+    weight: Tensor,
+    eps: float,
+    positions: Tensor,
+    cos_sin: Tensor,
+    cache: PagedCache,
+    slots: Tensor,
+    ratio: int = 1,
+) -> None:
+    """Normalise, rotate, quantise and store one index key per row; arguments as in `kv_norm_rope_store`."""
+    write_records(cache, slots, rope(rms_norm(k, weight, eps), positions // ratio * ratio, cos_sin))
+
+
+@define_op(tolerance=EXACT, determinism="D2")
+def kv_gather(cache: PagedCache, slots: Tensor, dtype: torch.dtype) -> Tensor:
+    """Dequantise records into a dense tensor; exact.
+
+    Args:
+        cache: paged records.
+        slots: [...] int32; -1 gives a zero row.
+        dtype: bfloat16 or float32.
+
+    Returns:
+        [..., D] of `dtype`.
+    """
+    values = read_records(cache, slots.clamp(min=0), dtype)
+    return torch.where((slots >= 0)[..., None], values, torch.zeros((), dtype=dtype, device=values.device))
+
+
+@define_op(mutates=("pool",), tolerance=EXACT, determinism="D1")
+def copy_blocks(pool: Tensor, sources: Tensor, destinations: Tensor) -> None:
+    """Copy whole blocks or pages inside a pool.
+
+    Args:
+        pool: [num_blocks, bytes] uint8 (or [num_slots, ...] of any dtype).
+        sources: [n] int32.
+        destinations: [n] int32, all different, none of them a source.
+    """
+    pool[destinations.long()] = pool[sources.long()]

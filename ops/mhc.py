@@ -1,0 +1,139 @@
+"""Hyper-connections in a single pass: four residual streams, read by one mix and written back by another.
+
+Source: mHC of DeepSeek-V4.1-Flash (model specification, section 5); manifold-constrained hyper-connections
+(arXiv:2512.24880).
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from deepinfer.ops.norm import rms_norm
+from deepinfer.ops.numeric import accumulate
+from deepinfer.ops.spec import Tolerance, define_op
+
+STREAMS = Tolerance(2**-8, 1e-6, why="fp32 sums over four streams, one bf16 rounding")
+
+
+@define_op(tolerance=Tolerance(1e-4, 1e-5, sim=1e-6, why="fp32 dot products over all streams"), determinism="D2")
+def mhc_prenorm_mix(h: Tensor, fn: Tensor, eps: float) -> Tensor:
+    """Mixing logits of each row: `(s fn^T) / sqrt(mean(s^2) + eps)` with s the streams side by side.
+
+    Args:
+        h: [T, M, H] bfloat16 or float32.
+        fn: [M + M + M * M, M * H] float32.
+        eps: added to the mean.
+
+    Returns:
+        [T, M + M + M * M] float32.
+    """
+    s = accumulate(h).flatten(1)
+    return (s @ fn.to(s.dtype).T) * (s.square().mean(-1, keepdim=True) + eps).rsqrt()
+
+
+@define_op(tolerance=Tolerance(1e-5, 1e-6, why="fp32 sigmoid, exponential and 20 normalisations"), determinism="D2")
+def mhc_split_sinkhorn(mix: Tensor, scale: Tensor, base: Tensor, iters: int, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Mixing logits to read weights, write weights and a nearly doubly stochastic stream matrix.
+
+    Args:
+        mix: [T, M + M + M * M] float32.
+        scale: [3] float32, one per part.
+        base: [M + M + M * M] float32.
+        iters: normalisation rounds; the first softmax and column step count as one.
+        eps: added to `pre`, to the softmax and to every sum.
+
+    Returns:
+        pre [T, M] = sigmoid + eps, post [T, M] = 2 sigmoid, comb [T, M, M]; float32.
+    """
+    streams = int((mix.shape[1] + 1) ** 0.5) - 1
+    first, second, third = mix.split((streams, streams, streams * streams), dim=1)
+    base_pre, base_post, base_comb = base.to(mix.dtype).split((streams, streams, streams * streams))
+    scale = scale.to(mix.dtype)
+    pre = (first * scale[0] + base_pre).sigmoid() + eps
+    post = 2 * (second * scale[1] + base_post).sigmoid()
+    comb = (third * scale[2] + base_comb).unflatten(1, (streams, streams)).softmax(-1) + eps
+    comb = comb / (comb.sum(1, keepdim=True) + eps)
+    for _ in range(iters - 1):
+        comb = comb / (comb.sum(2, keepdim=True) + eps)
+        comb = comb / (comb.sum(1, keepdim=True) + eps)
+    return pre, post, comb
+
+
+@define_op(tolerance=STREAMS, determinism="D2")
+def mhc_apply(h: Tensor, pre: Tensor) -> Tensor:
+    """Read the streams: `sum_i pre_i h_i`, [T, M, H] and [T, M] to [T, H] like `h`."""
+    wide = accumulate(h)
+    return (wide * pre.to(wide.dtype)[..., None]).sum(1).to(h.dtype)
+
+
+@define_op(tolerance=STREAMS, determinism="D2")
+def mhc_post(y: Tensor, h: Tensor, post: Tensor, comb: Tensor) -> Tensor:
+    """Write a sublayer's output back: `post_j y + sum_i comb_ij h_i`.
+
+    Args:
+        y: [T, H].
+        h: [T, M, H].
+        post: [T, M] float32.
+        comb: [T, M, M] float32, summed over its first stream index.
+
+    Returns:
+        [T, M, H] like `h`.
+    """
+    wide = accumulate(h)
+    kept = (comb.to(wide.dtype).transpose(1, 2)[..., None] * wide[:, None]).sum(2)
+    return (post.to(wide.dtype)[..., None] * y.to(wide.dtype)[:, None] + kept).to(h.dtype)
+
+
+@define_op(tolerance=STREAMS, determinism="D2")
+def mhc_expand(x: Tensor, streams: int) -> tuple[Tensor, Tensor]:
+    """Start of the trunk: every stream is the embedding, and the first one is read.
+
+    Args:
+        x: [T, H].
+        streams: M.
+
+    Returns:
+        h [T, M, H] like `x`, and pre [T, M] float32 = (1, 0, ...).
+    """
+    pre = accumulate(x).new_zeros(x.shape[0], streams)
+    pre[:, 0] = 1
+    return x[:, None].repeat(1, streams, 1), pre
+
+
+@define_op(tolerance=STREAMS, determinism="D2")
+def mhc_step(
+    y: Tensor,
+    h: Tensor,
+    post: Tensor,
+    comb: Tensor,
+    read: Tensor,
+    fn: Tensor,
+    scale: Tensor,
+    base: Tensor,
+    iters: int,
+    hc_eps: float,
+    norm_weight: Tensor,
+    norm_eps: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """One fused step between two sublayers: write the first back, mix for the second, read and normalise.
+
+    Args:
+        y: [T, H], output of the sublayer just done.
+        h: [T, M, H], streams before it.
+        post: [T, M], its write weights.
+        comb: [T, M, M], its stream matrix.
+        read: [T, M], the weights the next sublayer reads with (made one sublayer earlier).
+        fn: mixing matrix of the next sublayer, as in `mhc_prenorm_mix`.
+        scale: [3] of it.
+        base: of it.
+        iters: of it.
+        hc_eps: of it.
+        norm_weight: [H] of the next sublayer's norm.
+        norm_eps: of that norm and of the mixing statistic.
+
+    Returns:
+        New streams [T, M, H], normed input of the next sublayer [T, H], and its pre, post and comb.
+    """
+    h = mhc_post(y, h, post, comb)
+    next_pre, next_post, next_comb = mhc_split_sinkhorn(mhc_prenorm_mix(h, fn, norm_eps), scale, base, iters, hc_eps)
+    return h, rms_norm(mhc_apply(h, read), norm_weight, norm_eps), next_pre, next_post, next_comb

@@ -1,0 +1,177 @@
+"""Mixture of experts: router, dispatch, grouped products, activation, combine.
+
+Rows travel expanded: one row per (token, chosen expert), grouped by expert. On one rank dispatch is a permutation; with
+several it is an exchange, and nothing else changes.
+
+Source: MoE of DeepSeek-V4.1-Flash (model specification, section 7).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from deepinfer.ops.formats import QTensor, QuantFormat
+from deepinfer.ops.linear import PRODUCT
+from deepinfer.ops.numeric import accumulate, plain
+from deepinfer.ops.quant import quantize
+from deepinfer.ops.spec import EXACT, Tolerance, define_op
+
+
+@dataclass(frozen=True)
+class DispatchHandle:
+    """Where the expanded rows came from; `ep_combine` takes it back.
+
+    Attributes:
+        slot_to_row: [T, k] int32, expanded row of each token's choice, -1 for none.
+    """
+
+    slot_to_row: Tensor
+
+
+@define_op(tolerance=Tolerance(1e-6, 1e-9, why="fp32 softplus, square root and sum; choices must be equal"), determinism="D2")
+def moe_gate(
+    logits: Tensor, bias: Tensor, image_bias: Tensor | None, image_mask: Tensor | None, k: int, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Choose experts by biased affinity, weigh them by the unbiased one.
+
+    Args:
+        logits: [T, E] float32.
+        bias: [E] float32, used for the choice only.
+        image_bias: [E] float32, takes its place in rows of an image; None without images.
+        image_mask: [T] bool, or None.
+        k: experts per token.
+        scale: multiplies the normalised weights.
+
+    Returns:
+        expert_ids [T, k] int64 by biased score down, ties to the smaller id; weights [T, k] float32.
+    """
+    s = torch.nn.functional.softplus(accumulate(logits), threshold=1e9).sqrt()
+    chosen_bias = bias.to(s.dtype).expand_as(s)
+    if image_bias is not None and image_mask is not None:
+        chosen_bias = torch.where(image_mask[:, None], image_bias.to(s.dtype), chosen_bias)
+    expert_ids = torch.sort(s + chosen_bias, dim=1, descending=True, stable=True).indices[:, :k]
+    weights = s.gather(1, expert_ids)
+    weights = weights / (weights.sum(1, keepdim=True) + 1e-20) * scale
+    return expert_ids, weights.to(logits.dtype)
+
+
+@define_op(tolerance=EXACT, determinism="D1")
+def ep_dispatch(
+    x: Tensor | QTensor, expert_ids: Tensor, weights: Tensor, num_experts: int
+) -> tuple[Tensor | QTensor, Tensor, Tensor, DispatchHandle]:
+    """Send each row to its experts.
+
+    Args:
+        x: [T, H] plain or quantised.
+        expert_ids: [T, k] int64, -1 for none.
+        weights: [T, k] float32.
+        num_experts: experts over all ranks.
+
+    Returns:
+        rows [T * k, H] grouped by expert, within an expert by token; row weights [T * k] float32; psum [E] int32, the
+        running end of each expert's rows (rows behind the last end are undefined); and a handle for `ep_combine`.
+    """
+    num_tokens, k = expert_ids.shape
+    flat = expert_ids.flatten()
+    key = torch.where(flat >= 0, flat, num_experts)
+    order = torch.sort(key, stable=True).indices
+    token = order // max(k, 1)
+    counts = torch.bincount(key, minlength=num_experts + 1)[:num_experts]
+    psum = counts.cumsum(0).int()
+    slot_to_row = torch.empty_like(order)
+    slot_to_row[order] = torch.arange(len(order), device=order.device)
+    slot_to_row = torch.where(flat >= 0, slot_to_row, -1).reshape(num_tokens, k).int()
+    rows: Tensor | QTensor = x[token] if isinstance(x, Tensor) else QTensor(x.data[token], x.scale[token], x.fmt)
+    return rows, weights.flatten()[order].float(), psum, DispatchHandle(slot_to_row)
+
+
+@define_op(tolerance=PRODUCT, determinism="D2")
+def moe_grouped_gemm(x: Tensor | QTensor, weight: Tensor | QTensor, psum: Tensor, out_dtype: torch.dtype) -> Tensor:
+    """One product per expert over its own rows.
+
+    Args:
+        x: [R, K] plain or quantised, rows grouped by expert.
+        weight: [E, N, K] plain or quantised along K.
+        psum: [E] int32: rows of expert e are [psum[e - 1], psum[e]); an expert may have none.
+        out_dtype: bfloat16 or float32.
+
+    Returns:
+        [R, N] of `out_dtype`; rows behind the last end are undefined (zero here).
+    """
+    wide = torch.float64 if isinstance(x, Tensor) and x.dtype == torch.float64 else torch.float32
+    rows = plain(x, wide)
+    out = rows.new_zeros(rows.shape[0], weight.shape[-2])
+    start = 0
+    for expert, end in enumerate(psum.tolist()):
+        if end > start:
+            out[start:end] = rows[start:end] @ plain(weight[expert], wide).T
+        start = end
+    return out.to(out_dtype)
+
+
+@define_op(
+    tolerance=Tolerance(2**-8, 1e-6, off_by_one=1e-3, why="fp32 inside, one rounding or one code"), determinism="D2"
+)
+def swiglu_quant(
+    gate: Tensor, up: Tensor, limit: float, row_weight: Tensor | None, fmt: QuantFormat | None
+) -> Tensor | QTensor:
+    """`silu(min(gate, limit)) * clamp(up, -limit, limit) * row_weight` in fp32, then cast or quantise.
+
+    Args:
+        gate: [R, I] bfloat16 or float32; clamped from above only, before silu.
+        up: [R, I].
+        limit: the clamp.
+        row_weight: [R] float32 routing weights, or None.
+        fmt: quantised format, or None for a plain result like `gate`.
+
+    Returns:
+        [R, I], quantised without a rounding to bfloat16 in between, or plain.
+    """
+    g, u = accumulate(gate).clamp(max=limit), accumulate(up).clamp(-limit, limit)
+    y = g * g.sigmoid() * u
+    if row_weight is not None:
+        y = y * row_weight.to(y.dtype)[:, None]
+    return y.to(gate.dtype) if fmt is None else quantize(y, fmt)
+
+
+@define_op(tolerance=Tolerance(2**-8, 1e-6, why="fp32 sum in choice order, one bf16 rounding"), determinism="D1")
+def ep_combine(y: Tensor, handle: DispatchHandle, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+    """Bring the experts' results back and sum them per token.
+
+    Args:
+        y: [R, H], rows as `ep_dispatch` gave them; routing weights are already applied.
+        handle: from `ep_dispatch`.
+        bias: [T, H] added last in fp32 (the shared expert), or None.
+        out_dtype: dtype of the result.
+
+    Returns:
+        [T, H]: fp32 sum in the order of the token's choices, then `bias`, one rounding.
+    """
+    wide = accumulate(y)
+    slots = handle.slot_to_row
+    total = wide.new_zeros(slots.shape[0], y.shape[1])
+    for choice in range(slots.shape[1]):
+        row = slots[:, choice].long()
+        total = total + torch.where((row >= 0)[:, None], wide[row.clamp(min=0)], 0.0)
+    if bias is not None:
+        total = total + bias.to(total.dtype)
+    return total.to(out_dtype)
+
+
+@define_op(tolerance=EXACT, determinism="D0")
+def expert_shuffle(weight: Tensor | QTensor, source: Tensor) -> Tensor | QTensor:
+    """Lay experts out anew: slot e of the result is expert `source[e]`, codes and scales together.
+
+    Args:
+        weight: [E, N, K] plain or quantised.
+        source: [E'] int64; an expert may stand several times (a replica).
+
+    Returns:
+        [E', N, K].
+    """
+    if isinstance(weight, QTensor):
+        return QTensor(weight.data[source], weight.scale[source], weight.fmt, weight.layout)
+    return weight[source]

@@ -1,0 +1,25 @@
+"""Small numeric rules that several references share."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from deepinfer.ops.formats import QTensor
+
+
+def accumulate(x: Tensor) -> Tensor:
+    """The dtype that sums are kept in: float64 for float64 (the check of a reference), else float32."""
+    return x if x.dtype in (torch.float64, torch.float32) else x.float()
+
+
+def plain(x: Tensor | QTensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """A tensor's values in `dtype`, dequantised if need be."""
+    from deepinfer.ops.quant import dequantize
+
+    return dequantize(x, dtype) if isinstance(x, QTensor) else x.to(dtype)
+
+
+def round_like(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Round to bfloat16 and back when activations are bfloat16; otherwise return x. A rounding point of the model."""
+    return x.to(torch.bfloat16).to(x.dtype) if dtype == torch.bfloat16 else x

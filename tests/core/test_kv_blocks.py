@@ -1,0 +1,144 @@
+"""KV bookkeeping: sizing rules, defaults and errors over the native pool."""
+
+import pickle
+
+import numpy as np
+import pytest
+from deepinfer.core.errors import ConfigError, DeepInferError, OutOfBlocksError, RequestError
+from deepinfer.core.kv_blocks import KVBlockManager, KVCopy
+
+
+def ids(*values):
+    return np.array(values, dtype=np.int32)
+
+
+def test_failed_allocate_takes_nothing():
+    manager = KVBlockManager(num_blocks=2, block_size=4)  # block 0 is not counted
+    with pytest.raises(OutOfBlocksError, match="need 3 blocks for 9 tokens, 2 free"):
+        manager.allocate(9)
+    assert manager.num_free_blocks == 2
+    assert manager.num_free_slots == 256
+    assert manager.pool.num_tokens(manager.allocate(8)) == 8
+
+
+def test_a_failed_reserve_says_what_is_short():
+    manager = KVBlockManager(num_blocks=4, block_size=4, num_window_pages=3, window_page=2)
+    seq = manager.allocate(5)
+    with pytest.raises(OutOfBlocksError, match="need 1 window page for 7 tokens, 0 free"):
+        manager.reserve(seq, 7)
+    with pytest.raises(OutOfBlocksError, match="need 3 blocks for 17 tokens, 2 free"):
+        manager.reserve(seq, 17)
+    assert (manager.num_free_blocks, manager.num_free_pages) == (2, 0)
+
+
+def test_every_shortage_is_an_out_of_blocks_error():
+    manager = KVBlockManager(num_blocks=1, block_size=4, num_slots=2)
+    seq = manager.allocate(3)
+    manager.commit(ids(seq), ids(3))
+    with pytest.raises(OutOfBlocksError, match="need 1 block"):
+        manager.fork(seq)
+    manager.open(ids(1))
+    with pytest.raises(OutOfBlocksError, match="need 1 sequence slot, 0 free"):
+        manager.open(ids(1))
+
+
+def test_fork_and_truncate_name_the_copies():
+    manager = KVBlockManager(num_blocks=3, block_size=4, max_rollback=2)
+    seq = manager.allocate(4)
+    manager.commit(ids(seq), ids(4))
+    child, copies = manager.fork(seq)
+    assert copies == [KVCopy("state", seq, child)]
+    assert manager.truncate(child, 3) == [KVCopy("block", 1, 2), KVCopy("page", 1, 2)]
+
+
+def test_truncate_without_memory_for_a_copy_is_out_of_blocks():
+    manager = KVBlockManager(num_blocks=1, block_size=4)
+    seq = manager.allocate(4)
+    manager.commit(ids(seq), ids(4))
+    child, _ = manager.fork(seq)
+    with pytest.raises(OutOfBlocksError, match="need 1 block to copy a shared one, 0 free"):
+        manager.truncate(child, 3)
+
+
+def test_preempt_keeps_the_tokens_and_free_keeps_nothing():
+    manager = KVBlockManager(num_blocks=2, block_size=4)
+    seq = manager.open(ids(5, 6, 7))
+    manager.reserve(seq, 3)
+    manager.preempt(seq)
+    assert manager.num_free_blocks == 2
+    assert manager.pool.tokens(seq).tolist() == [5, 6, 7]
+    assert manager.reserve_many(ids(seq), ids(9)) == 0
+    manager.free(seq)
+    assert manager.num_free_slots == 256
+
+
+@pytest.mark.parametrize(
+    ("block_size", "window_page", "num_window_pages"), [(128, 32, 40), (4, 4, 10), (48, 16, 30), (1, 1, 10)]
+)
+def test_default_pages_divide_the_block_and_cover_as_many_tokens(block_size, window_page, num_window_pages):
+    pool = KVBlockManager(10, block_size).pool
+    assert (pool.window_page, pool.num_window_pages) == (window_page, num_window_pages)
+    assert pool.lookback == pool.window == 128
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"num_blocks": 0}, "num_blocks is 0"),
+        ({"block_size": 0}, "block_size is 0"),
+        ({"window_page": 0}, "window_page is 0"),
+        ({"window_page": 48}, "window_page 48 does not divide block_size 128"),
+        ({"max_rollback": -1}, "max_rollback is -1"),
+        ({"num_window_pages": 2**30, "window_page": 128}, "slots beyond int32"),
+    ],
+)
+def test_bad_settings_are_config_errors(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        KVBlockManager(**({"num_blocks": 4} | settings))
+
+
+def test_blocks_for_rounds_up():
+    manager = KVBlockManager(num_blocks=2, block_size=4)
+    assert [manager.blocks_for(n) for n in (0, 1, 4, 5)] == [0, 1, 1, 2]
+
+
+def most_pages_held(manager, num_rows, num_tokens):
+    """The most pages held by a sequence that runs in steps of num_rows, wherever its first step ends."""
+    most = 0
+    for first in range(1, num_rows + 1):
+        seq = manager.open(np.zeros(num_tokens, np.int32))
+        end = first
+        while end <= num_tokens:
+            manager.reserve(seq, end)
+            most = max(most, len(manager.pool.pages(seq)))
+            manager.commit(ids(seq), ids(end))
+            end += num_rows
+        manager.free(seq)
+    return most
+
+
+@pytest.mark.parametrize("window_page", [1, 2, 4])
+@pytest.mark.parametrize("window", [1, 2, 5, 8])
+@pytest.mark.parametrize("num_rows", [1, 3, 4])
+def test_max_window_pages_is_what_long_sequences_reach(window_page, window, num_rows):
+    manager = KVBlockManager(64, 4, window_page=window_page, window=window, max_rollback=1)
+    assert most_pages_held(manager, num_rows, 60) == manager.max_window_pages(num_rows)
+
+
+def test_never_fits_counts_blocks_and_the_pages_of_one_row():
+    blocks = KVBlockManager(num_blocks=2, block_size=4)
+    assert (blocks.never_fits(8), blocks.never_fits(9)) == (False, True)
+    pages = KVBlockManager(num_blocks=64, block_size=4, window_page=4, window=6, num_window_pages=2)
+    assert (pages.never_fits(8), pages.never_fits(9)) == (False, True)
+    enough = KVBlockManager(num_blocks=64, block_size=4, window_page=4, window=6, num_window_pages=3)
+    assert (enough.never_fits(256), enough.never_fits(257)) == (False, True)
+
+
+def test_errors_have_one_base_and_survive_pickling():
+    assert all(issubclass(error, DeepInferError) for error in (ConfigError, OutOfBlocksError, RequestError))
+    error = pickle.loads(pickle.dumps(RequestError("prompt_too_long", "9 tokens, at most 8")))
+    assert (error.code, error.message, str(error)) == (
+        "prompt_too_long",
+        "9 tokens, at most 8",
+        "prompt_too_long: 9 tokens, at most 8",
+    )
