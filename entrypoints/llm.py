@@ -6,20 +6,20 @@ inside the calling thread; several threads may share an `LLM`, and calls may be 
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Unpack
 
 from deepinfer.core.config import EngineConfig, EngineSettings
 from deepinfer.core.errors import ConfigError, RequestError
 from deepinfer.core.outputs import RequestOutput
 from deepinfer.core.sampling_params import SamplingParams
 from deepinfer.core.tokenizer import Tokenizer
+from deepinfer.entrypoints.build import build_engine, merge_config
 from deepinfer.entrypoints.prompts import (
     ChatFormat,
     ChatOutput,
@@ -28,8 +28,8 @@ from deepinfer.entrypoints.prompts import (
     PromptReader,
     is_token_ids,
 )
+from deepinfer.entrypoints.session import Session, Sink
 from torch import Tensor
-from typing_extensions import Unpack
 
 if TYPE_CHECKING:
     from deepinfer.core.engine import Engine, EngineStats
@@ -38,8 +38,6 @@ if TYPE_CHECKING:
 Prompts = PromptLike | Sequence[PromptLike]
 Conversation = Sequence[Mapping[str, Any]]
 Params = SamplingParams | Sequence[SamplingParams] | None
-Sink = Callable[[RequestOutput], None]
-T = TypeVar("T")
 
 
 @dataclass
@@ -63,6 +61,7 @@ class LLM:
         tokenizer: replaces the checkpoint's own: a folder with `tokenizer.json`, or a `Tokenizer`.
         draft: a draft model for speculation; not supported yet.
         config: a TOML or JSON file of settings, or an `EngineConfig`.
+        on_load: called with (tensors done, tensors in all) while weights load.
         settings: fields of `EngineConfig`, such as `backend`, `dtype`, `max_model_len`, `num_kv_blocks`, `seed`.
 
     Raises:
@@ -78,36 +77,30 @@ class LLM:
         tokenizer: str | Path | Tokenizer | None = None,
         draft: object | None = None,
         config: str | Path | EngineConfig | None = None,
+        on_load: Callable[[int, int], None] | None = None,
         **settings: Unpack[EngineSettings],
     ) -> None:
         if draft is not None:
             raise ConfigError("draft: speculation is not supported yet; leave it out")
         folder = str(model) if isinstance(model, str | Path) else ""
-        self.config = _load_config(folder, config, settings)
+        settled = merge_config(folder, config, settings)
         if not isinstance(tokenizer, Tokenizer | None):
             tokenizer = Tokenizer.from_dir(tokenizer)
         puppet = None if isinstance(model, str | Path) else model
-        engine, tokenizer, chat = _build(puppet, self.config, tokenizer)
-        self._attach(engine, tokenizer, chat)
+        self._attach(*build_engine(puppet, settled, tokenizer, on_load))
 
     @classmethod
-    def from_engine(
-        cls, engine: Engine, *, tokenizer: Tokenizer | None = None, chat: ChatFormat | None = None
-    ) -> LLM:
+    def from_engine(cls, engine: Engine, *, tokenizer: Tokenizer | None = None, chat: ChatFormat | None = None) -> LLM:
         """An `LLM` around an engine that exists already."""
         llm = cls.__new__(cls)
-        llm.config = engine.config
         llm._attach(engine, tokenizer, chat)
         return llm
 
     def _attach(self, engine: Engine, tokenizer: Tokenizer | None, chat: ChatFormat | None) -> None:
-        self.engine = engine
+        self.config = engine.config
         self.tokenizer = tokenizer
         self.prompts = PromptReader(tokenizer, chat)
-        self._lock = threading.RLock()
-        self._sinks: dict[str, Sink] = {}
-        self._ordinal = 0
-        self._is_closed = False
+        self.session = Session(engine)
 
     def generate(
         self, prompts: Prompts, sampling_params: Params = None, *, progress: bool = False, use_tqdm: bool = False
@@ -212,9 +205,7 @@ class LLM:
         params = _spread(sampling_params, len(several))
         return self._stream(several, params)
 
-    def logits(
-        self, token_ids: Sequence[int], chunk_size: int | None = None, decode_from: int | None = None
-    ) -> Tensor:
+    def logits(self, token_ids: Sequence[int], chunk_size: int | None = None, decode_from: int | None = None) -> Tensor:
         """Logits at every position of a prompt, through the engine's own prefill and caches.
 
         Args:
@@ -235,89 +226,31 @@ class LLM:
             if output.finished:
                 done.append(output)
 
-        request_id = self.submit(
-            prompt,
-            SamplingParams(max_tokens=0),
-            sink,
-            chunk_size=chunk_size,
-            decode_from=decode_from,
-            return_logits=True,
-        )
-        self._run_until(lambda: bool(done), [request_id])
+        with self.session.live() as live:
+            live.add(
+                self.session.submit(
+                    prompt,
+                    SamplingParams(max_tokens=0),
+                    sink,
+                    chunk_size=chunk_size,
+                    decode_from=decode_from,
+                    return_logits=True,
+                )
+            )
+            self.session.run_until(lambda: bool(done))
         if done[0].error is not None:
             raise done[0].error
         assert done[0].prompt_logits is not None, "the engine keeps logits when asked to"
         return done[0].prompt_logits
 
-    def submit(
-        self,
-        prompt: PreparedPrompt,
-        params: SamplingParams,
-        sink: Sink,
-        *,
-        seed_key: int | str | None = None,
-        **options: Any,
-    ) -> str:
-        """Queue a prompt; for loops of one's own, with `step`.
-
-        Args:
-            prompt: from `self.prompts`.
-            params: how to sample.
-            sink: called by `step` with the request's live result whenever it advances, last when it is `finished`.
-            seed_key: names the request where it has no seed; by default its ordinal in this `LLM`.
-            options: passed to `Engine.add_request`.
-
-        Returns:
-            The request's id, for `abort`.
-
-        Raises:
-            RequestError: it cannot be served; nothing was queued.
-        """
-        with self._lock:
-            if self._is_closed:
-                raise RequestError("closed", "this LLM is closed; make a new one")
-            ordinal = self._ordinal
-            self._ordinal += 1
-            request_id = str(ordinal)
-            self.engine.add_request(
-                request_id,
-                prompt.token_ids,
-                params,
-                prompt=prompt.text,
-                seed_key=ordinal if seed_key is None else seed_key,
-                **options,
-            )
-            self._sinks[request_id] = sink
-            return request_id
-
-    def step(self) -> None:
-        """Run one step of the engine and hand its results to their sinks."""
-        with self._lock:
-            for output in self.engine.step():
-                sink = self._sinks.get(output.request_id)
-                if output.finished:
-                    self._sinks.pop(output.request_id, None)
-                if sink is not None:
-                    sink(output)
-
-    def abort(self, request_id: str) -> bool:
-        """End a request; its sink is not called any more. False when it is not live."""
-        with self._lock:
-            self._sinks.pop(request_id, None)
-            return self.engine.abort(request_id)
-
     @property
     def stats(self) -> EngineStats:
         """The engine's counters."""
-        return self.engine.stats()
+        return self.session.engine.stats()
 
     def close(self) -> None:
         """Abort what runs and free the engine; a second call does nothing."""
-        with self._lock:
-            if not self._is_closed:
-                self._is_closed = True
-                self._sinks.clear()
-                self.engine.close()
+        self.session.close()
 
     def __enter__(self) -> LLM:
         return self
@@ -339,8 +272,7 @@ class LLM:
         from deepinfer.entrypoints.progress import ProgressView
 
         results: dict[int, RequestOutput] = {}
-        live: list[str] = []
-        with ProgressView(len(work)) if progress else nullcontext() as view:
+        with self.session.live() as live, ProgressView(len(work)) if progress else nullcontext() as view:
 
             def sink_for(place: int) -> Sink:
                 def sink(output: RequestOutput) -> None:
@@ -350,112 +282,47 @@ class LLM:
                 return sink
 
             for place, (prompt, params) in enumerate(work):
-                outcome = self._submit(prompt, params, sink_for(place))
+                outcome = self.session.submit_or_refuse(prompt, params, sink_for(place))
                 if isinstance(outcome, str):
-                    live.append(outcome)
+                    live.add(outcome)
                 else:
                     results[place] = outcome
-            before = self.stats.num_generated_tokens
+            before = self.stats.num_generated_tokens if view is not None else 0
 
             def all_done() -> bool:
                 if view is not None:
                     view.update(len(results), self.stats.num_generated_tokens - before)
                 return len(results) == len(work)
 
-            self._run_until(all_done, live)
+            self.session.run_until(all_done)
         return [results[place] for place in range(len(work))]
-
-    def _submit(
-        self, prompt: PreparedPrompt | RequestError, params: SamplingParams, sink: Sink
-    ) -> str | RequestOutput:
-        """The request's id, or the result of a request that was refused."""
-        if isinstance(prompt, RequestError):
-            with self._lock:
-                request_id = str(self._ordinal)
-                self._ordinal += 1  # others keep the seed they would have had
-            return RequestOutput(request_id, finished=True, error=prompt)
-        try:
-            return self.submit(prompt, params, sink)
-        except RequestError as error:
-            return RequestOutput(str(self._ordinal - 1), prompt.text, prompt.token_ids, finished=True, error=error)
-
-    def _run_until(self, is_done: Callable[[], bool], request_ids: list[str]) -> None:
-        """Step until done; what is unfinished when an exception comes through is aborted."""
-        try:
-            while not is_done():
-                with self._lock:
-                    if not self.engine.has_unfinished() and not is_done():
-                        raise RuntimeError("the engine has no work left, and requests have no result")
-                    self.step()
-        except BaseException:
-            for request_id in request_ids:
-                self.abort(request_id)
-            raise
 
     def _stream(self, prompts: list[Any], params: list[SamplingParams]) -> Iterator[StreamOutput]:
         snapshots: deque[StreamOutput] = deque()
         lengths = [0] * len(prompts)
-        live: dict[str, None] = {}
+        with self.session.live() as live:
 
-        def snapshot(place: int, output: RequestOutput) -> None:
-            text = output.outputs[0].text if output.outputs else ""
-            snapshots.append(_snapshot(output, place, text[lengths[place] :]))
-            lengths[place] = len(text)
-            if output.finished:
-                live.pop(output.request_id, None)
+            def add_snapshot(place: int, output: RequestOutput) -> None:
+                text = output.outputs[0].text if output.outputs else ""
+                snapshots.append(_snapshot(output, place, text[lengths[place] :]))
+                lengths[place] = len(text)
+                if output.finished:
+                    live.discard(output.request_id)
 
-        def sink_for(place: int) -> Sink:
-            return lambda output: snapshot(place, output)
+            def sink_for(place: int) -> Sink:
+                return lambda output: add_snapshot(place, output)
 
-        try:
             for place, (prompt, p) in enumerate(zip(prompts, params, strict=True)):
-                outcome = self._submit(self._prepare(self.prompts.read, prompt), p, sink_for(place))
+                outcome = self.session.submit_or_refuse(self._prepare(self.prompts.read, prompt), p, sink_for(place))
                 if isinstance(outcome, str):
-                    live[outcome] = None
+                    live.add(outcome)
                 else:
-                    snapshot(place, outcome)
+                    add_snapshot(place, outcome)
             while live or snapshots:
                 while snapshots:
                     yield snapshots.popleft()
                 if live:
-                    self._run_until(lambda: bool(snapshots), [])
-        finally:
-            for request_id in list(live):
-                self.abort(request_id)
-
-
-def _load_config(folder: str, config: str | Path | EngineConfig | None, settings: EngineSettings) -> EngineConfig:
-    if not isinstance(config, EngineConfig):
-        return EngineConfig.load(folder, config=config, **settings)
-    changes: dict[str, Any] = {**settings, **({"model": folder} if folder else {})}
-    unknown = sorted(changes.keys() - {f.name for f in fields(config)})
-    if unknown:
-        raise ConfigError(f"unknown setting(s): {', '.join(unknown)}")
-    return replace(config, **changes)
-
-
-def _build(
-    model: Model | None, config: EngineConfig, tokenizer: Tokenizer | None
-) -> tuple[Engine, Tokenizer | None, ChatFormat | None]:
-    """The engine of a model object, or of the checkpoint that `config` names."""
-    from deepinfer.core.engine import Engine
-    from deepinfer.models.registry import load_model
-    from deepinfer.ops.backend import BindContext
-    from deepinfer.ops.registry import OpTable, find_backend, parse_overrides
-
-    if model is None and not config.model:
-        raise ConfigError("model: name a checkpoint folder")
-    backend = find_backend(config.backend)
-    if backend.runtime is None:
-        raise ConfigError(f"backend {backend.name!r} has no runtime, so no engine can run on it")
-    runtime = backend.runtime()
-    context = BindContext(runtime.device, runtime, config.batch_invariant, config.max_num_batched_tokens)
-    ops = OpTable(backend, context, config.strict, parse_overrides(config.ops))
-    chat = None
-    if model is None:
-        loaded = load_model(config, ops)
-        model, tokenizer, chat = loaded.model, tokenizer or loaded.tokenizer, loaded.chat
-    return Engine(model, config, ops, tokenizer), tokenizer, chat
+                    self.session.run_until(lambda: bool(snapshots))
 
 
 def _as_list(prompts: Prompts) -> list[Any]:
@@ -467,9 +334,14 @@ def _as_list(prompts: Prompts) -> list[Any]:
 def _spread(params: Params, count: int) -> list[SamplingParams]:
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * count
+    if not isinstance(params, Sequence) or isinstance(params, str):
+        raise TypeError(f"sampling_params must be SamplingParams or a list of them, got {type(params).__name__}")
     several = list(params)
     if len(several) != count:
         raise ValueError(f"{len(several)} sampling parameters for {count} prompts; give one for all, or one for each")
+    for place, item in enumerate(several):
+        if not isinstance(item, SamplingParams):
+            raise TypeError(f"sampling_params[{place}] must be SamplingParams, got {type(item).__name__}")
     return several
 
 

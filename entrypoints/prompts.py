@@ -195,7 +195,9 @@ class PromptReader:
             keys = [key for key in _DICT_KEYS if prompt.get(key) is not None]
             unknown = [str(key) for key in prompt if key not in _DICT_KEYS]
             if len(keys) != 1 or unknown:
-                raise _invalid(f"a dict needs exactly one of {', '.join(_DICT_KEYS)}, got {', '.join(map(str, prompt))}")
+                raise _invalid(
+                    f"a dict needs exactly one of {', '.join(_DICT_KEYS)}, got {', '.join(map(str, prompt))}"
+                )
             prompt = prompt[keys[0]]
             if isinstance(prompt, str) != (keys[0] == "prompt"):
                 raise _invalid(f"{keys[0]} must be {'text' if keys[0] == 'prompt' else 'a list of token ids'}")

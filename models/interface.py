@@ -14,7 +14,9 @@ from torch import Tensor
 from deepinfer.ops.formats import CacheFormat, PagedCache
 
 Tap = Callable[[str, Tensor], None]
-"""Called with the name and value of an intermediate tensor; used by tests and tools, never by the engine."""
+"""Called with the name and value of an intermediate tensor; used by tests and tools, never by the engine.
+
+A later op may overwrite the value: keep a copy."""
 
 
 @dataclass(frozen=True)

@@ -77,6 +77,18 @@ def visible_lens(positions: Tensor, ratio: int) -> Tensor:
     return ((positions + 1) // ratio).int()
 
 
+@define_op(tolerance=EXACT, determinism="D2")
+def uniform_lens(like: Tensor, value: int) -> Tensor:
+    """The same length for every row of `like` [T, ...]: [T] int32."""
+    return torch.full((like.shape[0],), value, dtype=torch.int32, device=like.device)
+
+
+@define_op(tolerance=EXACT, determinism="D2")
+def concat_rows(parts: tuple[Tensor, ...]) -> Tensor:
+    """Rows of several [Ti, N] tensors of one dtype below each other: [sum Ti, N]."""
+    return torch.cat(parts)
+
+
 @define_op(mutates=("indices",), tolerance=EXACT, determinism="D2")
 def logical_to_slot(indices: Tensor, block_size: int, block_table: Tensor, row_to_seq: Tensor) -> None:
     """Turn positions within a sequence into physical cache slots, in place.

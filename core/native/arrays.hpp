@@ -22,9 +22,10 @@ inline std::string shape_of(const py::array& array) {
 
 inline void require_int32(const char* name, const py::array& array, py::ssize_t num_dims) {
   if (array.ndim() != num_dims || !py::array_t<int32_t, py::array::c_style>::check_(array)) {
-    throw std::invalid_argument(text(name, " has shape ", shape_of(array), " and dtype ",
-                                     py::str(array.dtype()).cast<std::string>(), "; need a C-contiguous int32 array of ",
-                                     num_dims, num_dims == 1 ? " dimension" : " dimensions"));
+    const auto dtype = py::str(array.dtype()).cast<std::string>();
+    throw std::invalid_argument(text(name, " has shape ", shape_of(array), " and dtype ", dtype,
+                                     "; need a C-contiguous int32 array of ", num_dims,
+                                     num_dims == 1 ? " dimension" : " dimensions"));
   }
 }
 

@@ -90,14 +90,16 @@ void bind_pool(py::module_& m) {
       .def_property_readonly("num_free_pages", &KVPool::num_free_pages)
       .def_property_readonly("num_free_slots", &KVPool::num_free_slots);
 
-  cls.def("is_open", [](const KVPool& pool, int64_t seq) { return pool.sequences().is_open(seq); }, py::arg("seq"))
-      .def("num_tokens", [](const KVPool& p, int64_t seq) { return p.sequences().at(seq).num_tokens(); }, py::arg("seq"))
-      .def("num_computed", [](const KVPool& p, int64_t seq) { return p.sequences().at(seq).num_computed; },
-           py::arg("seq"))
-      .def("first_page", [](const KVPool& p, int64_t seq) { return p.sequences().at(seq).first_page; }, py::arg("seq"))
-      .def("tokens", [](const KVPool& p, int64_t seq) { return copy_out(p.sequences().at(seq).tokens); }, py::arg("seq"))
-      .def("blocks", [](const KVPool& p, int64_t seq) { return copy_out(p.sequences().at(seq).blocks); }, py::arg("seq"))
-      .def("pages", [](const KVPool& p, int64_t seq) { return copy_out(p.sequences().at(seq).pages); }, py::arg("seq"));
+  cls.def("is_open", [](const KVPool& pool, int64_t seq) { return pool.sequences().is_open(seq); }, py::arg("seq"));
+  const auto getter = [&cls](const char* name, auto get) {
+    cls.def(name, [get](const KVPool& pool, int64_t seq) { return get(pool.sequences().at(seq)); }, py::arg("seq"));
+  };
+  getter("num_tokens", [](const Sequence& sequence) { return sequence.num_tokens(); });
+  getter("num_computed", [](const Sequence& sequence) { return sequence.num_computed; });
+  getter("first_page", [](const Sequence& sequence) { return sequence.first_page; });
+  getter("tokens", [](const Sequence& sequence) { return copy_out(sequence.tokens); });
+  getter("blocks", [](const Sequence& sequence) { return copy_out(sequence.blocks); });
+  getter("pages", [](const Sequence& sequence) { return copy_out(sequence.pages); });
 
   cls.def("open", [](KVPool& p, const py::array& tokens) { return p.open(input_vector("token_ids", tokens)); },
           py::arg("token_ids"))
@@ -108,7 +110,8 @@ void bind_pool(py::module_& m) {
       .def("blocks_needed", &KVPool::blocks_needed, py::arg("seq"), py::arg("end"))
       .def("pages_needed", &KVPool::pages_needed, py::arg("seq"), py::arg("end"))
       .def("reserve", &KVPool::reserve, py::arg("seq"), py::arg("end"))
-      .def("truncate", [](KVPool& p, int64_t seq, int64_t num_tokens) { return as_tuples(p.truncate(seq, num_tokens)); },
+      .def("truncate",
+           [](KVPool& p, int64_t seq, int64_t num_tokens) { return as_tuples(p.truncate(seq, num_tokens)); },
            py::arg("seq"), py::arg("num_tokens"))
       .def("release_memory", &KVPool::release_memory, py::arg("seq"))
       .def("fork",

@@ -15,8 +15,12 @@ int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 const PoolConfig& validated(const PoolConfig& config) {
   const std::pair<const char*, int64_t> sizes[] = {
-      {"num_blocks", config.num_blocks},   {"block_size", config.block_size}, {"num_window_pages", config.num_window_pages},
-      {"window_page", config.window_page}, {"window", config.window},         {"lookback", config.lookback},
+      {"num_blocks", config.num_blocks},
+      {"block_size", config.block_size},
+      {"num_window_pages", config.num_window_pages},
+      {"window_page", config.window_page},
+      {"window", config.window},
+      {"lookback", config.lookback},
       {"num_slots", config.num_slots},
   };
   for (const auto& [name, value] : sizes) {
@@ -123,7 +127,8 @@ void KVPool::commit(std::span<const int32_t> seqs, std::span<const int32_t> new_
                                        sequence.num_computed, " computed of ", sequence.num_tokens()));
     }
     if (missing_blocks(sequence, computed) > 0 || missing_pages(sequence, computed) > 0) {
-      throw std::invalid_argument(text("sequence ", seqs[i], ": cannot commit ", computed, " tokens; reserve them first"));
+      throw std::invalid_argument(
+          text("sequence ", seqs[i], ": cannot commit ", computed, " tokens; reserve them first"));
     }
   }
   for (size_t i = 0; i < seqs.size(); ++i) {

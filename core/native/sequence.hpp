@@ -30,7 +30,9 @@ class SequenceTable {
 
   int64_t num_free() const { return slots_.num_free(); }
   int32_t num_slots() const { return slots_.count(); }
-  bool is_open(int64_t seq) const { return seq >= 1 && seq <= slots_.count() && slots_.refs(static_cast<int32_t>(seq)); }
+  bool is_open(int64_t seq) const {
+    return seq >= 1 && seq <= slots_.count() && slots_.refs(static_cast<int32_t>(seq)) > 0;
+  }
   const RefCountedIds& slots() const { return slots_; }
 
   const Sequence& at(int64_t seq) const {

@@ -8,7 +8,7 @@ from deepinfer.models.deepseek_v41_flash.caches import kv_name, window_name
 from deepinfer.models.deepseek_v41_flash.compressor import Compressor
 from deepinfer.models.deepseek_v41_flash.config import TextConfig
 from deepinfer.models.deepseek_v41_flash.indexer import Indexer
-from deepinfer.models.deepseek_v41_flash.linear import Linear, Norm, Numerics, Rows, wants_quantised
+from deepinfer.models.deepseek_v41_flash.linear import Linear, Norm, Numerics, Rows, place, place_weight, wants_quantised
 from deepinfer.models.deepseek_v41_flash.step import StepContext
 from deepinfer.models.deepseek_v41_flash.weights import LayerWeights
 from deepinfer.ops.attention import sparse_attn
@@ -38,10 +38,10 @@ class Attention:
         self._q_norm = Norm(ops, attn.q_norm, self.eps, quantised=wants_quantised(numerics, *behind))
         self._wq_b = Linear(ops, attn.wq_b, numerics)
         self._wkv = Linear(ops, attn.wkv, numerics)
-        self._kv_norm = attn.kv_norm.float()
-        self._wo_a = attn.wo_a
+        self._kv_norm = place(ops, attn.kv_norm.float())
+        self._wo_a = place_weight(ops, attn.wo_a)
         self._wo_b = Linear(ops, attn.wo_b, numerics)
-        self._sink = attn.attn_sink.float()
+        self._sink = place(ops, attn.attn_sink.float())
         kind = "fp8" if numerics.kv_rounding else "f32"
         self._rotate_q = ops.bind(q_norm_rope, heads=self.heads, dim=self.dim)
         self._store = ops.bind(kv_norm_rope_store, dim=self.dim, kind=kind)

@@ -8,7 +8,7 @@ from deepinfer.models.deepseek_v41_flash.attention import Attention
 from deepinfer.models.deepseek_v41_flash.config import TextConfig
 from deepinfer.models.deepseek_v41_flash.engram import Engram
 from deepinfer.models.deepseek_v41_flash.experts import Experts
-from deepinfer.models.deepseek_v41_flash.linear import Norm, Numerics, Rows, wants_quantised
+from deepinfer.models.deepseek_v41_flash.linear import Norm, Numerics, Rows, place, wants_quantised
 from deepinfer.models.deepseek_v41_flash.step import StepContext
 from deepinfer.models.deepseek_v41_flash.weights import HyperConnection, LayerWeights
 from deepinfer.ops.mhc import mhc_apply, mhc_post, mhc_prenorm_mix, mhc_split_sinkhorn
@@ -19,7 +19,8 @@ class StreamMixer:
     """Mixing of one sublayer: weights to read with next, and to write this sublayer's output with."""
 
     def __init__(self, ops: OpTable, config: TextConfig, weights: HyperConnection) -> None:
-        self._fn, self._base, self._scale = weights.fn.float(), weights.base.float(), weights.scale.float()
+        self._fn, self._base = place(ops, weights.fn.float()), place(ops, weights.base.float())
+        self._scale = place(ops, weights.scale.float())
         self._iters, self._hc_eps, self._eps = config.hc_sinkhorn_iters, config.hc_eps, config.rms_norm_eps
         dims = {"streams": config.hc_mult, "hidden": config.hidden_size}
         self._mix = ops.bind(mhc_prenorm_mix, **dims)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from deepinfer.models.deepseek_v41_flash.caches import index_name, kv_name, state_name
 from deepinfer.models.deepseek_v41_flash.config import TextConfig
-from deepinfer.models.deepseek_v41_flash.linear import Linear, Numerics, Rows
+from deepinfer.models.deepseek_v41_flash.linear import Linear, Numerics, Rows, place
 from deepinfer.models.deepseek_v41_flash.step import StepContext
 from deepinfer.models.deepseek_v41_flash.weights import CompressorWeights, IndexKeyWeights
 from deepinfer.ops.compress import kv_compress
@@ -37,9 +37,9 @@ class Compressor:
         out = torch.float32 if self.ratio > 1 else numerics.dtype
         self._value = Linear(ops, weights.wkv, numerics, out_dtype=out)
         self._gate = Linear(ops, weights.wgate, numerics, out_dtype=out) if weights.wgate is not None else None
-        self._norm = weights.norm.float()
+        self._norm = place(ops, weights.norm.float())
         self._key = Linear(ops, keys.wk, numerics)
-        self._key_norm = keys.k_norm.float()
+        self._key_norm = place(ops, keys.k_norm.float())
         kind = "fp4" if numerics.kv_rounding else "f32"
         self._pool = ops.bind(kv_compress, ratio=self.ratio, dim=config.head_dim)
         self._store = ops.bind(kv_norm_rope_store, dim=config.head_dim, kind=kind)

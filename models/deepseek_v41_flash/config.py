@@ -9,11 +9,11 @@ Source: DeepSeek-V4.1-Flash `config.json` (model specification, sections 2, 6.7 
 import json
 from bisect import bisect_right
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from deepinfer.models.deepseek_v41_flash.config_checks import MODEL_CHECKS, TEXT_CHECKS, VISION_CHECKS, quant_checks
+from deepinfer.models.deepseek_v41_flash.config_checks import MODEL_CHECKS, QUANT_CHECKS, TEXT_CHECKS, VISION_CHECKS
 from deepinfer.models.deepseek_v41_flash.config_fields import (
     Problem,
     count,
@@ -155,12 +155,20 @@ class TextConfig:
         """Tokens per compressed entry that a layer reads; 0 for a window-only layer."""
         return self.compress_ratios[layer]
 
-    def kv_source_of(self, layer: int) -> int | None:
-        """The layer whose compressed KV and index keys a layer reads; None for a window-only layer."""
+    def kv_source_of(self, layer: int) -> int:
+        """The layer whose compressed KV and index keys a layer reads.
+
+        Raises:
+            ValueError: the layer is window-only (its ratio is 0).
+        """
         return self._source(self.kv_source_layer_ids, layer)
 
-    def index_source_of(self, layer: int) -> int | None:
-        """The layer whose selection of entries a layer uses; None for a window-only layer."""
+    def index_source_of(self, layer: int) -> int:
+        """The layer whose selection of entries a layer uses.
+
+        Raises:
+            ValueError: the layer is window-only (its ratio is 0).
+        """
         return self._source(self.index_source_layer_ids, layer)
 
     def is_kv_source(self, layer: int) -> bool:
@@ -175,9 +183,9 @@ class TextConfig:
         """Whether a layer chooses within the candidate pool; the layer that makes the pool does not."""
         return self.is_index_source(layer) and 0 <= self.candidate_source_layer_id < layer
 
-    def _source(self, sources: tuple[int, ...], layer: int) -> int | None:
+    def _source(self, sources: tuple[int, ...], layer: int) -> int:
         if self.compress_ratios[layer] == 0:
-            return None
+            raise ValueError(f"layer {layer} sees its window only; it reads no compressed KV")
         return sources[bisect_right(sources, layer) - 1]
 
 
@@ -234,6 +242,11 @@ class ModelConfig:
     tie_word_embeddings: bool = only(False)
     unknown_fields: tuple[str, ...] = ()
 
+    @property
+    def eos_token_id(self) -> int:
+        """The first of `eos_token_ids`."""
+        return self.eos_token_ids[0]
+
     @classmethod
     def from_dir(cls, path: str | Path) -> "ModelConfig":
         """Read and check the `config.json` of a checkpoint folder.
@@ -268,45 +281,44 @@ class ModelConfig:
         values["architectures"] = _architectures(data.get("architectures"), problems)
         values["eos_token_ids"] = _eos(data.get("eos_token_id"), problems)
         quant = _section(QuantConfig, data, "quantization_config", problems)
-        text = _section(TextConfig, data, "text_config", problems, required=True)
-        if text:
-            scaling = data["text_config"].get("rope_scaling")
-            found = len(problems)
-            parts = read_section(YarnScaling, scaling, "text_config.rope_scaling.", problems)
-            if len(problems) == found:
-                text["rope_scaling"] = YarnScaling(**parts)
-            run_checks(TEXT_CHECKS, text, "text_config.", problems)
-            if quant is not None:
-                run_checks(quant_checks(), text, "text_config.", problems)
+        text = _text(data.get("text_config"), problems)
+        run_checks(TEXT_CHECKS if quant is None else TEXT_CHECKS + QUANT_CHECKS, text, "text_config.", problems)
         vision = _section(VisionConfig, data, "vision_config", problems)
         if vision is not None:
             run_checks(VISION_CHECKS, vision, "vision_config.", problems)
-        known = {name: value for name, value in values.items() if value is not None}
-        run_checks(MODEL_CHECKS, known | ({"vocab_size": text["vocab_size"]} if "vocab_size" in (text or {}) else {}), "",
-                   problems)
+        known = {
+            name: value for name, value in {**values, "vocab_size": text.get("vocab_size")}.items() if value is not None
+        }
+        run_checks(MODEL_CHECKS, known, "", problems)
         if vision is not None and values.get("image_token_id") is None and "image_token_id" not in dict(problems):
             problems.append(("image_token_id", "is absent; a checkpoint with a vision_config needs it"))
         if problems:
             raise ConfigError(where, [f"{name}: {what}" for name, what in problems])
-        assert text is not None
-        config = cls(
+        return cls(
             text=TextConfig(**text),
             vision=None if vision is None else VisionConfig(**vision),
             quantization=None if quant is None else QuantConfig(**quant),
+            unknown_fields=_unknown(data),
             **values,
         )
-        return replace(config, unknown_fields=_unknown(data))
 
 
-def _section(
-    cls: type, data: Mapping[str, Any], name: str, problems: list[Problem], required: bool = False
-) -> dict[str, Any] | None:
-    raw = data.get(name)
+def _text(raw: Any, problems: list[Problem]) -> dict[str, Any]:
     if raw is None:
-        if required:
-            problems.append((name, "is absent; it must be a JSON object"))
-        return None
-    return read_section(cls, raw, f"{name}.", problems)
+        problems.append(("text_config", "is absent; it must be a JSON object"))
+        return {}
+    text = read_section(TextConfig, raw, "text_config.", problems)
+    if isinstance(raw, Mapping):
+        found = len(problems)
+        scaling = read_section(YarnScaling, raw.get("rope_scaling"), "text_config.rope_scaling.", problems)
+        if len(problems) == found:
+            text["rope_scaling"] = YarnScaling(**scaling)
+    return text
+
+
+def _section(cls: type, data: Mapping[str, Any], name: str, problems: list[Problem]) -> dict[str, Any] | None:
+    raw = data.get(name)
+    return None if raw is None else read_section(cls, raw, f"{name}.", problems)
 
 
 def _architectures(value: Any, problems: list[Problem]) -> tuple[str, ...]:
@@ -326,15 +338,10 @@ def _eos(value: Any, problems: list[Problem]) -> tuple[int, ...] | None:
 
 
 def _unknown(data: Mapping[str, Any]) -> tuple[str, ...]:
-    known: dict[str, set[str]] = {
-        "": set(ModelConfig.__dataclass_fields__)
-        | {"eos_token_id", "torch_dtype", "transformers_version", "text_config", "vision_config", "quantization_config"},
-        "text_config.": set(TextConfig.__dataclass_fields__),
-        "vision_config.": set(VisionConfig.__dataclass_fields__),
-        "quantization_config.": set(QuantConfig.__dataclass_fields__),
-    }
-    found = []
-    for prefix, names in known.items():
-        section = data.get(prefix[:-1]) if prefix else data
-        found += [prefix + name for name in section if name not in names] if isinstance(section, Mapping) else []
+    sections = {"text_config": TextConfig, "vision_config": VisionConfig, "quantization_config": QuantConfig}
+    top = {"eos_token_id", "torch_dtype", "transformers_version", *sections, *ModelConfig.__dataclass_fields__}
+    found = [name for name in data if name not in top]
+    for section, cls in sections.items():
+        names = data.get(section)
+        found += [f"{section}.{name}" for name in names or () if name not in cls.__dataclass_fields__]
     return tuple(found)

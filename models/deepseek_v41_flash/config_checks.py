@@ -14,7 +14,9 @@ from deepinfer.models.deepseek_v41_flash.engram_tables import engram_primes
 _INT32_MAX = 2**31 - 1
 
 
-def _ratios(compress_ratios: tuple[int, ...], num_hidden_layers: int, num_nextn_predict_layers: int) -> Iterator[Problem]:
+def _ratios(
+    compress_ratios: tuple[int, ...], num_hidden_layers: int, num_nextn_predict_layers: int
+) -> Iterator[Problem]:
     want = num_hidden_layers + num_nextn_predict_layers
     if len(compress_ratios) != want:
         yield (
@@ -100,8 +102,8 @@ def _index_keys(
     if index_k_source_layer_ids is not None and index_k_source_layer_ids != kv_source_layer_ids:
         yield (
             "index_k_source_layer_ids",
-            f"{show(index_k_source_layer_ids)} differs from kv_source_layer_ids {show(kv_source_layer_ids)}; index keys "
-            "are made from a source's own latent, so the lists must be equal",
+            f"{show(index_k_source_layer_ids)} differs from kv_source_layer_ids {show(kv_source_layer_ids)}; index "
+            "keys are made from a source's own latent, so the lists must be equal",
         )
 
 
@@ -205,7 +207,7 @@ def _engram_rows(
     if len(engram_num_embeddings) != len(engram_layer_ids):
         yield (
             name,
-            f"has {len(engram_num_embeddings)} entries; engram_layer_ids has {len(engram_layer_ids)}, and each needs one",
+            f"has {len(engram_num_embeddings)} entries; engram_layer_ids has {len(engram_layer_ids)}, one for each",
         )
         return
     primes = engram_primes(len(engram_layer_ids), engram_vocab_size, engram_max_ngram_size, engram_n_heads)
@@ -218,7 +220,7 @@ def _engram_rows(
             f"it must be {show(rows)}",
         )
     elif max(rows, default=0) > _INT32_MAX:
-        yield name, f"{show(engram_num_embeddings)} has a table of more than {_INT32_MAX} rows, which int32 cannot number"
+        yield name, f"{show(engram_num_embeddings)} has a table of more than {_INT32_MAX} rows, too many for int32"
 
 
 def _engram_pad(engram_pad_token_id: int, vocab_size: int) -> Iterator[Problem]:
@@ -271,29 +273,32 @@ TEXT_CHECKS: tuple[Check, ...] = (
 )  # fmt: skip
 
 
-def quant_checks() -> tuple[Check, ...]:
-    """Checks of a quantised checkpoint: each matrix is cut in groups of 32 along its inner axis."""
+def _inner_widths(
+    hidden_size: int,
+    q_lora_rank: int,
+    moe_intermediate_size: int,
+    engram_layer_ids: tuple[int, ...],
+    engram_head_dim: int,
+) -> Iterator[Problem]:
+    inner = {"hidden_size": hidden_size, "q_lora_rank": q_lora_rank, "moe_intermediate_size": moe_intermediate_size}
+    if engram_layer_ids:
+        inner["engram_head_dim"] = engram_head_dim
+    for name, value in inner.items():
+        if value % 32:
+            yield name, f"{value} is not a multiple of 32, which quantised weights are cut by"
 
-    def multiples(
-        hidden_size: int, q_lora_rank: int, moe_intermediate_size: int, engram_layer_ids: tuple[int, ...],
-        engram_head_dim: int,
-    ) -> Iterator[Problem]:  # fmt: skip
-        inner = {"hidden_size": hidden_size, "q_lora_rank": q_lora_rank, "moe_intermediate_size": moe_intermediate_size}
-        if engram_layer_ids:
-            inner["engram_head_dim"] = engram_head_dim
-        for name, value in inner.items():
-            if value % 32:
-                yield name, f"{value} is not a multiple of 32, which quantised weights are cut by"
 
-    def output(o_groups: int, o_lora_rank: int) -> Iterator[Problem]:
-        if o_groups * o_lora_rank % 32:
-            yield (
-                "o_lora_rank",
-                f"{o_groups} groups (o_groups) of rank {o_lora_rank} make {o_groups * o_lora_rank} columns, not a "
-                "multiple of 32, which quantised weights are cut by",
-            )
+def _output_widths(o_groups: int, o_lora_rank: int) -> Iterator[Problem]:
+    if o_groups * o_lora_rank % 32:
+        yield (
+            "o_lora_rank",
+            f"{o_groups} groups (o_groups) of rank {o_lora_rank} make {o_groups * o_lora_rank} columns, not a "
+            "multiple of 32, which quantised weights are cut by",
+        )
 
-    return multiples, output
+
+QUANT_CHECKS: tuple[Check, ...] = (_inner_widths, _output_widths)
+"""Of a quantised checkpoint only: each matrix is cut in groups of 32 along its inner axis."""
 
 
 def _vision_heads(hidden_size: int, num_attention_heads: int) -> Iterator[Problem]:

@@ -8,8 +8,8 @@ Source: DeepSeek-V4.1-Flash (model specification, sections 11.1 and 11.2).
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ from tokenizers import Regex, normalizers
 from torch import Tensor
 
 from deepinfer.models.errors import ConfigError
+from deepinfer.models.interface import Vocabulary
 
 if TYPE_CHECKING:
     from deepinfer.models.deepseek_v41_flash.config import TextConfig
@@ -25,26 +26,9 @@ _REPLACEMENT = "\ufffd"
 _SEED_STEP = 10007
 
 
-class TokenSpellings(Protocol):
-    """What is needed of a tokenizer; `deepinfer.core.tokenizer.Tokenizer` has it."""
-
-    @property
-    def vocab_size(self) -> int:
-        """Ids run from 0 to `vocab_size` - 1."""
-        ...
-
-    def raw_spelling(self, token_id: int) -> str:
-        """The token as the vocabulary spells it."""
-        ...
-
-    def decode_single_with_special(self, token_id: int) -> str:
-        """The text of the token on its own, control tokens included."""
-        ...
-
-
 @dataclass(frozen=True)
 class EngramConstants:
-    """Constants of all Engram layers, L of them, with C = (N - 1) * heads columns; on the CPU.
+    """Constants of all Engram layers, L of them, with C = (N - 1) * heads columns.
 
     Attributes:
         token_map: [V] int32, token id to compressed id.
@@ -61,63 +45,70 @@ class EngramConstants:
     multipliers: Tensor
 
     @classmethod
-    def build(cls, config: "TextConfig", tokenizer: TokenSpellings) -> "EngramConstants":
+    def build(cls, config: "TextConfig", tokenizer: Vocabulary) -> "EngramConstants":
         """Derive everything, and check the number of compressed ids.
 
-        The map is as long as the larger of tokenizer and `vocab_size`; ids without a token map to the pad token's key.
+        The map is as long as the larger of tokenizer and `vocab_size`; ids without a token count as the pad token.
 
         Raises:
             ConfigError: the tokenizer gives another number of keys than `engram_compressed_vocab_size`.
         """
         token_map = compress_vocabulary(tokenizer)
-        num_keys = int(token_map.max()) + 1 if len(token_map) else 0
-        want = config.engram_compressed_vocab_size
+        num_keys = int(token_map.max(initial=-1)) + 1
+        want, pad = config.engram_compressed_vocab_size, config.engram_pad_token_id
         if num_keys != want:
             raise ConfigError(
                 "tokenizer.json and config.json",
                 [
-                    f"text_config.engram_compressed_vocab_size: is {want}, but the tokenizer's {len(token_map)} tokens "
-                    f"compress to {num_keys} keys; table rows would be read from wrong places, so use the tokenizer.json "
-                    "that belongs to this checkpoint"
+                    f"text_config.engram_compressed_vocab_size: is {want}, but the {len(token_map)} tokens of the "
+                    f"tokenizer compress to {num_keys} keys, so table rows would be read from wrong places; use the "
+                    "tokenizer.json that belongs to this checkpoint"
                 ],
             )
         beyond = config.vocab_size - len(token_map)
-        if beyond > 0:
-            token_map = np.pad(token_map, (0, beyond), constant_values=token_map[config.engram_pad_token_id])
-        primes = np.array(
-            engram_primes(
-                len(config.engram_layer_ids), config.engram_vocab_size, config.engram_max_ngram_size, config.engram_n_heads
-            ),
-            dtype=np.int64,
-        ).reshape(len(config.engram_layer_ids), config.engram_columns)
-        multipliers = [engram_multipliers(layer, want, config.engram_max_ngram_size) for layer in config.engram_layer_ids]
+        token_map = np.pad(token_map, (0, max(beyond, 0)), constant_values=-1)
+        layers, depth = config.engram_layer_ids, config.engram_max_ngram_size
+        primes = engram_primes(len(layers), config.engram_vocab_size, depth, config.engram_n_heads)
+        table = torch.tensor(primes, dtype=torch.int64).reshape(len(layers), config.engram_columns)
+        multipliers = [engram_multipliers(layer, want, depth) for layer in layers]
         return cls(
-            token_map=torch.from_numpy(token_map),
+            token_map=torch.from_numpy(np.where(token_map < 0, token_map[pad], token_map)),
             num_keys=num_keys,
-            primes=torch.from_numpy(primes),
-            offsets=torch.from_numpy(np.cumsum(primes, axis=1) - primes),
-            multipliers=torch.from_numpy(
-                np.array(multipliers, dtype=np.int64).reshape(-1, config.engram_max_ngram_size)
-            ),
+            primes=table,
+            offsets=table.cumsum(1) - table,
+            multipliers=torch.tensor(multipliers, dtype=torch.int64).reshape(len(layers), depth),
+        )
+
+    def to(self, device: torch.device | str) -> "EngramConstants":
+        """The same constants on a device."""
+        return replace(
+            self,
+            token_map=self.token_map.to(device),
+            primes=self.primes.to(device),
+            offsets=self.offsets.to(device),
+            multipliers=self.multipliers.to(device),
         )
 
 
-def compress_vocabulary(tokenizer: TokenSpellings) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
+def compress_vocabulary(tokenizer: Vocabulary) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
     """Compressed id of every token id: tokens that read the same after normalising share one.
 
     Returns:
-        [vocab_size] int32; ids number the keys in order of first appearance.
+        [vocab_size] int32; ids number the keys in order of first appearance. -1 where no token has the id.
     """
-    normalizer = _normalizer()
+    normalizer, strip = _normalizer(), normalizers.Strip()
     numbers: dict[str, int] = {}
     token_map = np.empty(tokenizer.vocab_size, dtype=np.int32)
     for token_id in range(tokenizer.vocab_size):
         text = tokenizer.decode_single_with_special(token_id)
+        if not text:
+            token_map[token_id] = -1
+            continue
         if _REPLACEMENT in text:
             key = tokenizer.raw_spelling(token_id)
         else:
             folded = normalizer.normalize_str(text)
-            key = (folded if folded == " " else _STRIP.normalize_str(folded)) or text
+            key = (folded if folded == " " else strip.normalize_str(folded)) or text
         token_map[token_id] = numbers.setdefault(key, len(numbers))
     return token_map
 
@@ -150,9 +141,6 @@ def _normalizer() -> normalizers.Normalizer:
             normalizers.Replace(Regex(r"[ \t\r\n]+"), " "),
         ]
     )
-
-
-_STRIP = normalizers.Strip()
 
 
 def _primes_from(start: int) -> Iterator[int]:

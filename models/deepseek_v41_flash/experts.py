@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from deepinfer.models.deepseek_v41_flash.linear import Linear, Numerics, Rows
+from deepinfer.models.deepseek_v41_flash.linear import Linear, Numerics, Rows, place, place_weight
 from deepinfer.models.deepseek_v41_flash.step import StepContext
 from deepinfer.models.deepseek_v41_flash.weights import MoEWeights
 from deepinfer.ops.formats import QTensor, QuantFormat
@@ -33,8 +33,8 @@ class Experts:
         self.width = weights.w13.shape[-2] // 2
         self._dtype = numerics.dtype
         self._router = Linear(ops, weights.gate, numerics, out_dtype=torch.float32)
-        self._bias = weights.bias.float()
-        self._w13, self._w2 = weights.w13, weights.w2
+        self._bias = place(ops, weights.bias.float())
+        self._w13, self._w2 = place_weight(ops, weights.w13), place_weight(ops, weights.w2)
         self._shared13 = Linear(ops, weights.shared_w13, numerics)
         self._shared2 = Linear(ops, weights.shared_w2, numerics)
         rounding = numerics.activation_rounding

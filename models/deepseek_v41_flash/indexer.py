@@ -5,23 +5,24 @@ A pool source also chooses candidate blocks; index sources after it score those 
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from deepinfer.models.deepseek_v41_flash.caches import index_name
 from deepinfer.models.deepseek_v41_flash.config import TextConfig
 from deepinfer.models.deepseek_v41_flash.linear import Linear, Numerics, Rows
-from deepinfer.models.deepseek_v41_flash.step import StepContext, full_lens, row_slices
+from deepinfer.models.deepseek_v41_flash.step import StepContext, row_slices
 from deepinfer.models.deepseek_v41_flash.weights import IndexerWeights
 from deepinfer.ops.formats import QTensor
 from deepinfer.ops.index import (
     block_max,
     blocks_to_positions,
+    concat_rows,
     index_logits_blocks,
     index_logits_paged,
     index_q_quant,
     logical_to_slot,
     topk_select,
+    uniform_lens,
 )
 from deepinfer.ops.registry import OpTable
 
@@ -56,6 +57,8 @@ class Indexer:
         self._topk_pool = ops.bind(topk_select, k=self.pool_blocks)
         self._to_positions = ops.bind(blocks_to_positions, block=self.pool_block)
         self._to_slots = ops.bind(logical_to_slot)
+        self._concat = ops.bind(concat_rows)
+        self._uniform = ops.bind(uniform_lens)
 
     def __call__(self, x: Rows, latent: Rows, step: StepContext) -> None:
         """Choose positions for every row and leave their slots in `step.selection` (and the pool in `step.pool`)."""
@@ -67,20 +70,20 @@ class Indexer:
         columns = batch.max_seq_len // self.ratio
         picks, pools = [], []
         for rows in row_slices(num_rows, columns):
-            part = QTensor(q_rows.data[rows], q_rows.scale[rows], q_rows.fmt) if isinstance(q_rows, QTensor) else q_rows[rows]
+            part = q_rows[rows]
             if self.reads_pool:
                 picks.append(self._select_in_pool(part, weights[rows], rows, step))
             else:
                 chosen, pool = self._select(part, weights[rows], rows, columns, step)
                 picks.append(chosen)
                 pools.append(pool)
-        selection = torch.cat(picks) if len(picks) != 1 else picks[0]
+        step.selection = picks[0] if len(picks) == 1 else self._concat(tuple(picks))
         if self.makes_pool:
-            step.pool = torch.cat(pools) if len(pools) != 1 else pools[0]
+            step.pool = pools[0] if len(pools) == 1 else self._concat(tuple(pools))
             step.observe(f"layers.{self.layer}.candidate_blocks", step.pool)
-        step.observe(f"layers.{self.layer}.topk_indices", selection)
-        step.selection = selection.clone() if step.tap is not None else selection
-        self._to_slots(step.selection, step.caches.records(index_name(self.source)).records, batch.block_tables, batch.row_to_seq)
+        step.observe(f"layers.{self.layer}.topk_indices", step.selection)
+        records = step.caches.records(index_name(self.source)).records
+        self._to_slots(step.selection, records, batch.block_tables, batch.row_to_seq)
 
     def _select(
         self, q: Tensor | QTensor, weights: Tensor, rows: slice, columns: int, step: StepContext
@@ -107,5 +110,5 @@ class Indexer:
             batch.block_tables,
             batch.row_to_seq[rows],
         )
-        chosen = self._topk(logits, self.topk, full_lens(logits.shape[0], logits.shape[1], logits.device))
+        chosen = self._topk(logits, self.topk, self._uniform(logits, logits.shape[1]))
         return self._to_positions(chosen, pool, self.pool_block)

@@ -21,6 +21,18 @@ from deepinfer.ops.registry import OpTable
 Weight = Tensor | QTensor
 
 
+def place(ops: OpTable, weight: Tensor) -> Tensor:
+    """A host tensor on the device of `ops`."""
+    return ops.context.runtime.to_device(weight)
+
+
+def place_weight(ops: OpTable, weight: Weight) -> Weight:
+    """A host weight, plain or quantised, on the device of `ops`."""
+    if isinstance(weight, QTensor):
+        return QTensor(place(ops, weight.data), place(ops, weight.scale), weight.fmt, weight.layout)
+    return place(ops, weight)
+
+
 class Rows(NamedTuple):
     """Activations of a step's rows: plain, and quantised where a product wants that (else None)."""
 
@@ -59,7 +71,7 @@ class Linear:
         out_dtype: torch.dtype | None = None,
         out_scale: float = 1.0,
     ) -> None:
-        self.weight = weight
+        self.weight = place_weight(ops, weight)
         self.out_dtype = out_dtype or numerics.dtype
         self.out_scale = out_scale
         n, k = weight.shape[-2:]
@@ -84,7 +96,7 @@ class Norm:
     """RMSNorm with a fixed weight; also quantises its result when a product behind it wants that."""
 
     def __init__(self, ops: OpTable, weight: Tensor, eps: float, *, quantised: bool) -> None:
-        self.weight = weight.float()
+        self.weight = place(ops, weight.float())
         self.eps = eps
         n = weight.shape[-1]
         self._plain = ops.bind(rms_norm, n=n)

@@ -31,8 +31,6 @@ def load(path: Path, ops: OpTable, options: LoadOptions, vocabulary: Vocabulary)
     weights = load_weights(
         checkpoint,
         config,
-        device=ops.context.device,
-        dtype=options.dtype,
         draft=options.draft and config.text.has_draft,
         vision=options.vision and config.vision is not None,
         engram=options.engram,
@@ -45,5 +43,5 @@ def load(path: Path, ops: OpTable, options: LoadOptions, vocabulary: Vocabulary)
         ops,
         numerics,
         max_model_len=options.max_model_len or config.text.max_position_embeddings,
-        engram=constants.to(ops.context.device) if constants is not None else None,
+        engram=constants,
     )

@@ -14,7 +14,7 @@ from deepinfer.models.deepseek_v41_flash.caches import cache_spec
 from deepinfer.models.deepseek_v41_flash.config import ModelConfig, TextConfig
 from deepinfer.models.deepseek_v41_flash.engram import EngramHash
 from deepinfer.models.deepseek_v41_flash.engram_tables import EngramConstants
-from deepinfer.models.deepseek_v41_flash.linear import Linear, Norm, Numerics
+from deepinfer.models.deepseek_v41_flash.linear import Linear, Norm, Numerics, place
 from deepinfer.models.deepseek_v41_flash.step import StepBuilder
 from deepinfer.models.deepseek_v41_flash.weights import ModelWeights
 from deepinfer.models.interface import Caches, ModelInfo, StepBatch, Tap
@@ -58,9 +58,8 @@ class DeepseekV41Flash:
         self._dtype = numerics.dtype
         self._streams = text.hc_mult
         plain, scaled = _rope_tables(text, max_model_len)
-        device = ops.context.device
-        tables = {False: plain.to(device), True: scaled.to(device)}
-        self._embed = weights.embed
+        tables = {False: place(ops, plain), True: place(ops, scaled)}
+        self._embed = place(ops, weights.embed)
         self.layers = [
             Block(ops, text, i, layer, tables[text.compress_ratios[i] > 0], numerics)
             for i, layer in enumerate(weights.layers)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from deepinfer.models.interface import Caches, StepBatch, Tap
@@ -67,8 +66,3 @@ def row_slices(num_rows: int, columns: int, limit: int = 1 << 25) -> list[slice]
     """Slices covering `num_rows` rows such that a [rows, columns] scratch stays under `limit` elements."""
     height = max(1, limit // max(columns, 1))
     return [slice(start, min(start + height, num_rows)) for start in range(0, num_rows, height)]
-
-
-def full_lens(num_rows: int, columns: int, device: torch.device) -> Tensor:
-    """[num_rows] int32, all `columns`."""
-    return torch.full((num_rows,), columns, dtype=torch.int32, device=device)

@@ -1,0 +1,364 @@
+"""OpenAI's batch format: lines of requests to prompts and parameters, results to lines.
+
+What a body may hold is listed here once. A parameter that is known but has no effect here yet is refused by name unless
+its value asks for nothing, so that nobody gets an answer to another question than the one asked.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from deepinfer.core.errors import RequestError
+from deepinfer.core.outputs import CompletionOutput, Logprob, RequestOutput
+from deepinfer.core.sampling_params import SamplingParams
+from deepinfer.core.tokenizer import Tokenizer
+from deepinfer.entrypoints.prompts import ChatMessage, PreparedPrompt, PromptReader
+
+CHAT_URL = "/v1/chat/completions"
+COMPLETIONS_URL = "/v1/completions"
+KEYED_BY_LINE = frozenset({"invalid_json", "missing_custom_id", "duplicate_custom_id"})
+"""Codes of errors whose item is known by its line in the input, for want of an id of its own."""
+
+_DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's, for /v1/completions
+_MAX_LOGPROBS = 20
+_MIN_LOGPROB = -9999.0  # JSON has no infinity
+
+_NUMBER: tuple[type, ...] = (int, float)
+_SAMPLING: dict[str, tuple[type, ...]] = {
+    "temperature": _NUMBER,
+    "top_p": _NUMBER,
+    "top_k": (int,),
+    "min_p": _NUMBER,
+    "seed": (int,),
+}
+_COMMON: dict[str, tuple[type, ...]] = {
+    **_SAMPLING,
+    "model": (str,),
+    "user": (str,),
+    "metadata": (dict,),
+    "max_tokens": (int,),
+    "stop_token_ids": (list,),
+}
+_CHAT_FIELDS = ("messages", "tools", "thinking", "reasoning_effort", "response_format")
+_CHAT: dict[str, tuple[type, ...]] = {
+    **_COMMON,
+    **dict.fromkeys(_CHAT_FIELDS, (object,)),  # the chat format checks them, with places
+    "max_completion_tokens": (int,),
+    "logprobs": (bool,),
+    "top_logprobs": (int,),
+}
+_COMPLETION: dict[str, tuple[type, ...]] = {**_COMMON, "prompt": (object,), "logprobs": (int,)}
+
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "n": (1,),
+    "best_of": (1,),
+    "stop": ([], ""),
+    "stream": (False,),
+    "stream_options": ({},),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "logit_bias": ({},),
+    "bad_words": ([],),
+    "min_tokens": (0,),
+    "echo": (False,),
+    "suffix": ("",),
+    "tool_choice": ("auto",),
+    "parallel_tool_calls": (True,),
+    "functions": ([],),
+    "function_call": ("auto",),
+    "modalities": (["text"],),
+    "audio": (),
+    "prediction": (),
+    "store": (False,),
+    "service_tier": ("auto", "default"),
+    "prompt_logprobs": (),
+    "guided_json": (),
+    "structured_outputs": (),
+}
+"""Parameters that have no effect here yet, each with the values that ask for none."""
+
+
+@dataclass(frozen=True)
+class BatchItem:
+    """One request of a batch.
+
+    Attributes:
+        line: where it stands in the input, from 1.
+        custom_id: its name.
+        url: which of the two kinds it is.
+        body: the request itself.
+    """
+
+    line: int
+    custom_id: str
+    url: str
+    body: Mapping[str, Any]
+
+    @property
+    def is_chat(self) -> bool:
+        """Whether it is a conversation."""
+        return self.url == CHAT_URL
+
+
+def parse_line(line: int, data: bytes) -> tuple[str | None, BatchItem | RequestError]:
+    """Read one line of the input.
+
+    Returns:
+        Its `custom_id`, None if it has no usable one, and the item or why it is none.
+    """
+    try:
+        value = json.loads(data.decode("utf-8-sig" if line == 1 else "utf-8"))
+    except (ValueError, RecursionError) as error:
+        return None, RequestError("invalid_json", f"the line is not valid JSON: {error}")
+    if not isinstance(value, dict):
+        return None, RequestError("invalid_json", f"the line must be a JSON object, got {_kind(value)}")
+    custom_id = value.get("custom_id")
+    if not isinstance(custom_id, str) or not custom_id:
+        got = "none" if custom_id is None else repr(custom_id)
+        return None, RequestError("missing_custom_id", f"custom_id must be a non-empty string, got {got}")
+    method, url, body = value.get("method", "POST"), value.get("url"), value.get("body")
+    if method != "POST":
+        return custom_id, RequestError("invalid_method", f"method must be 'POST', got {method!r}")
+    if url not in (CHAT_URL, COMPLETIONS_URL):
+        return custom_id, RequestError("unknown_url", f"url must be {CHAT_URL} or {COMPLETIONS_URL}, got {url!r}")
+    if not isinstance(body, dict):
+        return custom_id, RequestError("invalid_body", f"body must be a JSON object, got {_kind(body)}")
+    return custom_id, BatchItem(line, custom_id, url, body)
+
+
+def prepare(
+    item: BatchItem, reader: PromptReader, *, max_len: int, default_max_tokens: int | None = None
+) -> tuple[PreparedPrompt, SamplingParams]:
+    """Turn an item into what the engine takes.
+
+    Args:
+        item: the request.
+        reader: renders and tokenises.
+        max_len: the longest prompt and answer together.
+        default_max_tokens: where the request does not say; None for OpenAI's rule: a chat goes on as long as there is
+            room, a completion for 16 tokens.
+
+    Raises:
+        RequestError: a parameter is unknown, not supported yet or wrong; it is named.
+    """
+    body = {name: value for name, value in item.body.items() if value is not None}
+    known = _CHAT if item.is_chat else _COMPLETION
+    _check_names(body, known)
+    for name in sorted(body.keys() & known.keys()):
+        _check_type(name, body[name], known[name])
+    if item.is_chat:
+        prompt = reader.read_chat({name: body.get(name) for name in _CHAT_FIELDS})
+    else:
+        prompt = _read_completion_prompt(body, reader)
+    max_tokens = body.get("max_completion_tokens", body.get("max_tokens", default_max_tokens))
+    if max_tokens is None:
+        max_tokens = max_len if item.is_chat else _DEFAULT_COMPLETION_TOKENS
+    options = {name: body[name] for name in (*_SAMPLING, "stop_token_ids") if name in body}
+    try:
+        return prompt, SamplingParams(max_tokens=max_tokens, logprobs=_logprobs(item, body), **options)
+    except (ValueError, TypeError) as error:
+        raise RequestError("invalid_parameter", str(error)) from error
+
+
+def response_record(
+    item: BatchItem, prompt: PreparedPrompt, output: RequestOutput, reader: PromptReader, default_model: str
+) -> dict[str, Any]:
+    """The output line of an answered item."""
+    model = item.body.get("model") or Path(default_model).name
+    choices, num_reasoning = [], 0
+    note: str | None = None
+    for choice in output.outputs:
+        entry: dict[str, Any] = {"index": choice.index}
+        if item.is_chat:
+            message = reader.read_answer(prompt, choice)
+            num_reasoning += message.num_reasoning_tokens
+            note = note or message.note
+            entry["message"] = _message(message, item)
+            entry["logprobs"] = _chat_logprobs(choice, item, reader.tokenizer)
+            calls_end_it = bool(message.tool_calls) and choice.finish_reason == "stop"
+            entry["finish_reason"] = "tool_calls" if calls_end_it else choice.finish_reason
+        else:
+            entry["text"] = choice.text
+            entry["logprobs"] = _completion_logprobs(choice, reader.tokenizer)
+            entry["finish_reason"] = choice.finish_reason
+        choices.append(entry)
+    num_prompt = len(output.prompt_token_ids)
+    num_completion = sum(len(choice.token_ids) for choice in output.outputs)
+    body: dict[str, Any] = {
+        "id": f"{'chatcmpl' if item.is_chat else 'cmpl'}-{item.line}",
+        "object": "chat.completion" if item.is_chat else "text_completion",
+        "created": int(time.time()),
+        "model": model,
+        "choices": choices,
+        "usage": {
+            "prompt_tokens": num_prompt,
+            "completion_tokens": num_completion,
+            "total_tokens": num_prompt + num_completion,
+        },
+        "seed": output.seed,
+    }
+    if item.is_chat:
+        body["usage"]["completion_tokens_details"] = {"reasoning_tokens": num_reasoning}
+    if note is not None:
+        body["note"] = note
+    return {
+        "id": f"batch_req_{item.line}",
+        "custom_id": item.custom_id,
+        "response": {"status_code": 200, "request_id": f"req_{item.line}", "body": body},
+        "error": None,
+    }
+
+
+def error_record(line: int, custom_id: str | None, error: RequestError) -> dict[str, Any]:
+    """The output line of an item that has no answer."""
+    return {
+        "id": f"batch_req_{line}",
+        "custom_id": custom_id,
+        "response": None,
+        "error": {"code": error.code, "message": error.message, "line": line},
+    }
+
+
+def record_key(record: object) -> str | int | None:
+    """Which item an output line belongs to: its id, or its line number if it has none; None if it is no such line."""
+    if not isinstance(record, dict):
+        return None
+    error, custom_id = record.get("error"), record.get("custom_id")
+    if isinstance(error, dict) and error.get("code") in KEYED_BY_LINE:
+        line = error.get("line")
+        return line if isinstance(line, int) else None
+    return custom_id if isinstance(custom_id, str) else None
+
+
+def dump_line(record: Mapping[str, Any]) -> bytes:
+    """A record as one line of JSON. Nothing in it is a line break to any reader, and every string is valid UTF-8."""
+    text = json.dumps(record, ensure_ascii=False, allow_nan=False)
+    return _UNSAFE.sub(lambda match: f"\\u{ord(match[0]):04x}", text).encode() + b"\n"
+
+
+_UNSAFE = re.compile("[\x7f-\x9f\u2028\u2029\ud800-\udfff]")
+
+
+def _check_names(body: Mapping[str, Any], known: Mapping[str, object]) -> None:
+    for name, value in body.items():
+        if name in known:
+            continue
+        if name not in _NEUTRAL:
+            matches = difflib.get_close_matches(name, [*known, *_NEUTRAL], n=1)
+            hint = f"; did you mean {matches[0]!r}?" if matches else ""
+            raise RequestError("unknown_parameter", f"body has an unknown parameter {name!r}{hint}")
+        if not any(value == neutral and _kind(value) == _kind(neutral) for neutral in _NEUTRAL[name]):
+            raise RequestError("unsupported_parameter", f"{name} is not supported yet; leave it out")
+
+
+def _check_type(name: str, value: object, wanted: tuple[type, ...]) -> None:
+    fits = isinstance(value, wanted) and (not isinstance(value, bool) or bool in wanted or object in wanted)
+    if not fits:
+        names = " or ".join(_KINDS.get(kind, kind.__name__) for kind in wanted if kind is not int or len(wanted) == 1)
+        raise RequestError("invalid_parameter", f"{name} must be {names}, got {value!r}")
+
+
+def _read_completion_prompt(body: Mapping[str, Any], reader: PromptReader) -> PreparedPrompt:
+    prompt = body.get("prompt")
+    if prompt is None:
+        raise RequestError("invalid_parameter", "body has no prompt; give text or a list of token ids")
+    if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
+        raise RequestError("unsupported_parameter", "prompt: several prompts in one request; give each its own line")
+    return reader.read(prompt)
+
+
+def _logprobs(item: BatchItem, body: Mapping[str, Any]) -> int | None:
+    """How many of the best logprobs to record beside the sampled token's; None for none at all."""
+    if not item.is_chat:
+        name, count = "logprobs", body.get("logprobs")
+    elif not body.get("logprobs"):
+        if body.get("top_logprobs"):
+            raise RequestError("invalid_parameter", "top_logprobs needs logprobs to be true")
+        return None
+    else:
+        name, count = "top_logprobs", body.get("top_logprobs", 0)
+    if count is not None and not 0 <= count <= _MAX_LOGPROBS:
+        raise RequestError("invalid_parameter", f"{name} must be from 0 to {_MAX_LOGPROBS}, got {count}")
+    return count
+
+
+def _message(message: ChatMessage, item: BatchItem) -> dict[str, Any]:
+    result: dict[str, Any] = {"role": "assistant", "content": message.content}
+    if message.reasoning_content is not None:
+        result["reasoning_content"] = message.reasoning_content
+    if message.tool_calls:
+        result["content"] = message.content or None
+        result["tool_calls"] = [
+            {
+                "id": f"call_{item.line}_{number}",
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.arguments},
+            }
+            for number, call in enumerate(message.tool_calls)
+        ]
+    return result
+
+
+def _chat_logprobs(choice: CompletionOutput, item: BatchItem, tokenizer: Tokenizer | None) -> dict[str, Any] | None:
+    if choice.logprobs is None or tokenizer is None:
+        return None
+    count = item.body.get("top_logprobs") or 0
+
+    def entry(token_id: int, logprob: Logprob) -> dict[str, Any]:
+        data = tokenizer.id_to_bytes(token_id)
+        return {"token": data.decode(errors="replace"), "logprob": _finite(logprob.logprob), "bytes": list(data)}
+
+    content = []
+    for token_id, entries in zip(choice.token_ids, choice.logprobs, strict=True):
+        best = [pair for pair in sorted(entries.items(), key=lambda pair: pair[1].rank) if pair[1].rank <= count]
+        content.append({**entry(token_id, entries[token_id]), "top_logprobs": [entry(*pair) for pair in best]})
+    return {"content": content}
+
+
+def _completion_logprobs(choice: CompletionOutput, tokenizer: Tokenizer | None) -> dict[str, Any] | None:
+    if choice.logprobs is None or tokenizer is None:
+        return None
+    tokens = [_spelling(tokenizer, token_id) for token_id in choice.token_ids]
+    offsets = [0]
+    for token_id in choice.token_ids:
+        offsets.append(offsets[-1] + len(tokenizer.decode((token_id,))))
+    return {
+        "tokens": tokens,
+        "token_logprobs": [
+            _finite(entries[token_id].logprob)
+            for token_id, entries in zip(choice.token_ids, choice.logprobs, strict=True)
+        ],
+        "top_logprobs": [
+            {_spelling(tokenizer, token_id): _finite(value.logprob) for token_id, value in entries.items()}
+            for entries in choice.logprobs
+        ],
+        "text_offset": offsets[:-1],
+    }
+
+
+def _spelling(tokenizer: Tokenizer, token_id: int) -> str:
+    """A token as a unique text: bytes that are no whole character are spelled out."""
+    data = tokenizer.id_to_bytes(token_id)
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+
+def _finite(value: float) -> float:
+    return max(value, _MIN_LOGPROB)
+
+
+_KINDS: dict[type, str] = {int: "an integer", float: "a number", str: "a string", bool: "true or false", list: "a list"}
+
+
+def _kind(value: object) -> str:
+    return "nothing" if value is None else type(value).__name__
