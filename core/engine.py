@@ -278,21 +278,32 @@ class Engine:
             else:
                 targets = request.prompt_token_ids[first + 1 : first + 1 + count]
                 wanted = request.params.prompt_logprobs or 0
-                self._recorder.add_prompt_logprobs(request, targets, self.sampler.logprobs(part, targets, wanted))
+                logprobs = self.sampler.logprobs(part, targets, wanted)
+                self._recorder.add_prompt_logprobs(request, targets, logprobs)
 
     def _sample(self, requests: list[Request], logits: torch.Tensor) -> None:
+        """Draw one token per request, record it, and make it known to those that go on."""
         slots = np.fromiter((r.seq for r in requests), dtype=np.int32, count=len(requests))
+        index = np.fromiter((len(r.completion.token_ids) for r in requests), dtype=np.int32, count=len(requests))
         for request in requests:
-            if not request.completion.token_ids or request.seq not in self.sampler.owners:
-                pass
-        tokens = self.sampler.sample(logits, slots, requests)
-        self._record_logprobs(requests, logits, tokens)
-        kept = [i for i, request in enumerate(requests) if request.completion.finish_reason is None]
-        if kept:
-            self.blocks.pool.append(slots[kept], tokens[kept])
-
-    def _record_logprobs(self, requests: list[Request], logits: torch.Tensor, tokens: np.ndarray) -> None:
-        raise NotImplementedError
+            if request.sampling_slot != request.seq:  # admitted, for the first time or again
+                self.sampler.set_slot(request.seq, request.params, request.seed)
+                request.sampling_slot = request.seq
+        tokens = self.sampler.sample(logits, slots, index)
+        wanted = [i for i, r in enumerate(requests) if r.params.logprobs is not None and tokens[i] >= 0]
+        if wanted:
+            most = max(requests[i].params.logprobs or 0 for i in wanted)
+            logprobs = self.sampler.logprobs(logits[wanted], tokens[wanted], most)
+        going_on = []
+        for i, (request, token) in enumerate(zip(requests, tokens.tolist(), strict=True)):
+            self._recorder.add_token(request, token)
+            self._stats.num_generated_tokens += token >= 0
+            if request.completion.finish_reason is None:
+                going_on.append(i)
+        for row, i in enumerate(wanted):
+            self._recorder.add_logprobs(requests[i], int(tokens[i]), logprobs, row)
+        if going_on:
+            self.blocks.pool.append(slots[going_on], tokens[going_on])
 
     def _end(self, request: Request) -> None:
         self.scheduler.finish(request)

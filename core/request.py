@@ -28,7 +28,9 @@ class Request:
         seq: handle in the block manager while it runs, 0 otherwise.
         num_computed: positions whose records are stored.
         num_tokens: known tokens, prompt and outputs.
+        sampling_slot: the handle its sampling parameters were last set for.
         detokenizer: None without a tokenizer.
+        prompt_logits: parts of the prompt's logits so far.
     """
 
     request_id: str
@@ -43,6 +45,7 @@ class Request:
     seq: int = 0
     num_computed: int = 0
     num_tokens: int = 0
+    sampling_slot: int = 0
     detokenizer: IncrementalDetokenizer | None = None
     prompt_logits: list[Tensor] = field(default_factory=list)
 

@@ -123,6 +123,7 @@ class Scheduler:
         self.blocks.free(request.seq)
         request.seq = 0
         request.num_computed = 0
+        request.sampling_slot = 0
         request.output.timings.num_preemptions += 1
         self.running.remove(request)
         self.waiting.appendleft(request)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
 from deepinfer.core.config import EngineConfig, EngineSettings
 from deepinfer.core.engine import Engine
 from deepinfer.core.errors import ConfigError

@@ -14,6 +14,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Unpack
 
+from torch import Tensor
+
 from deepinfer.core.config import EngineConfig, EngineSettings
 from deepinfer.core.errors import ConfigError, RequestError
 from deepinfer.core.outputs import RequestOutput
@@ -29,7 +31,6 @@ from deepinfer.entrypoints.prompts import (
     is_token_ids,
 )
 from deepinfer.entrypoints.session import Session, Sink
-from torch import Tensor
 
 if TYPE_CHECKING:
     from deepinfer.core.engine import Engine, EngineStats
@@ -242,6 +243,11 @@ class LLM:
             raise done[0].error
         assert done[0].prompt_logits is not None, "the engine keeps logits when asked to"
         return done[0].prompt_logits
+
+    @property
+    def engine(self) -> Engine:
+        """The engine underneath, for tools and tests."""
+        return self.session.engine
 
     @property
     def stats(self) -> EngineStats:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from deepinfer.core.detokenizer import IncrementalDetokenizer
 from deepinfer.core.errors import RequestError
 from deepinfer.core.outputs import CompletionOutput, Logprob, RequestOutput
 from deepinfer.core.sampling_params import SamplingParams
@@ -30,44 +31,37 @@ _DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's, for /v1/completions
 _MAX_LOGPROBS = 20
 _MIN_LOGPROB = -9999.0  # JSON has no infinity
 
-_NUMBER: tuple[type, ...] = (int, float)
-_SAMPLING: dict[str, tuple[type, ...]] = {
-    "temperature": _NUMBER,
-    "top_p": _NUMBER,
-    "top_k": (int,),
-    "min_p": _NUMBER,
-    "seed": (int,),
-}
-_COMMON: dict[str, tuple[type, ...]] = {
-    **_SAMPLING,
-    "model": (str,),
-    "user": (str,),
-    "metadata": (dict,),
-    "max_tokens": (int,),
-    "stop_token_ids": (list,),
-}
+_ANY: type = object
+_SAMPLING = (
+    *("temperature", "top_p", "top_k", "min_p", "seed", "n", "ignore_eos", "min_tokens", "skip_special_tokens"),
+    *("stop", "stop_token_ids", "include_stop_str_in_output", "allowed_token_ids", "bad_words", "logit_bias"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty"),
+)
+"""Passed on as they are: `SamplingParams` checks them, and refuses by name what does not run yet."""
+
 _CHAT_FIELDS = ("messages", "tools", "thinking", "reasoning_effort", "response_format")
-_CHAT: dict[str, tuple[type, ...]] = {
-    **_COMMON,
-    **dict.fromkeys(_CHAT_FIELDS, (object,)),  # the chat format checks them, with places
-    "max_completion_tokens": (int,),
-    "logprobs": (bool,),
-    "top_logprobs": (int,),
+"""Passed on to the chat format, which checks them and says where in the conversation a fault is."""
+
+_COMMON: dict[str, type] = {
+    **dict.fromkeys(_SAMPLING, _ANY),
+    "model": str,
+    "user": str,
+    "metadata": dict,
+    "max_tokens": _ANY,
 }
-_COMPLETION: dict[str, tuple[type, ...]] = {**_COMMON, "prompt": (object,), "logprobs": (int,)}
+_CHAT: dict[str, type] = {
+    **_COMMON,
+    **dict.fromkeys(_CHAT_FIELDS, _ANY),
+    "max_completion_tokens": _ANY,
+    "logprobs": bool,
+    "top_logprobs": int,
+}
+_COMPLETION: dict[str, type] = {**_COMMON, "prompt": _ANY, "logprobs": int}
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "n": (1,),
     "best_of": (1,),
-    "stop": ([], ""),
     "stream": (False,),
     "stream_options": ({},),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
-    "logit_bias": ({},),
-    "bad_words": ([],),
-    "min_tokens": (0,),
     "echo": (False,),
     "suffix": ("",),
     "tool_choice": ("auto",),
@@ -161,11 +155,8 @@ def prepare(
     max_tokens = body.get("max_completion_tokens", body.get("max_tokens", default_max_tokens))
     if max_tokens is None:
         max_tokens = max_len if item.is_chat else _DEFAULT_COMPLETION_TOKENS
-    options = {name: body[name] for name in (*_SAMPLING, "stop_token_ids") if name in body}
-    try:
-        return prompt, SamplingParams(max_tokens=max_tokens, logprobs=_logprobs(item, body), **options)
-    except (ValueError, TypeError) as error:
-        raise RequestError("invalid_parameter", str(error)) from error
+    options = {name: body[name] for name in _SAMPLING if name in body}
+    return prompt, SamplingParams(max_tokens=max_tokens, logprobs=_logprobs(item, body), **options)
 
 
 def response_record(
@@ -255,15 +246,16 @@ def _check_names(body: Mapping[str, Any], known: Mapping[str, object]) -> None:
             matches = difflib.get_close_matches(name, [*known, *_NEUTRAL], n=1)
             hint = f"; did you mean {matches[0]!r}?" if matches else ""
             raise RequestError("unknown_parameter", f"body has an unknown parameter {name!r}{hint}")
-        if not any(value == neutral and _kind(value) == _kind(neutral) for neutral in _NEUTRAL[name]):
+        if not any(
+            value == neutral and isinstance(value, bool) == isinstance(neutral, bool) for neutral in _NEUTRAL[name]
+        ):
             raise RequestError("unsupported_parameter", f"{name} is not supported yet; leave it out")
 
 
-def _check_type(name: str, value: object, wanted: tuple[type, ...]) -> None:
-    fits = isinstance(value, wanted) and (not isinstance(value, bool) or bool in wanted or object in wanted)
+def _check_type(name: str, value: object, wanted: type) -> None:
+    fits = wanted is object or (isinstance(value, wanted) and (not isinstance(value, bool) or wanted is bool))
     if not fits:
-        names = " or ".join(_KINDS.get(kind, kind.__name__) for kind in wanted if kind is not int or len(wanted) == 1)
-        raise RequestError("invalid_parameter", f"{name} must be {names}, got {value!r}")
+        raise RequestError("invalid_parameter", f"{name} must be {_KINDS[wanted]}, got {value!r}")
 
 
 def _read_completion_prompt(body: Mapping[str, Any], reader: PromptReader) -> PreparedPrompt:
@@ -327,9 +319,8 @@ def _completion_logprobs(choice: CompletionOutput, tokenizer: Tokenizer | None) 
     if choice.logprobs is None or tokenizer is None:
         return None
     tokens = [_spelling(tokenizer, token_id) for token_id in choice.token_ids]
-    offsets = [0]
-    for token_id in choice.token_ids:
-        offsets.append(offsets[-1] + len(tokenizer.decode((token_id,))))
+    detokenizer = IncrementalDetokenizer(tokenizer)
+    detokenizer.feed(choice.token_ids)
     return {
         "tokens": tokens,
         "token_logprobs": [
@@ -340,7 +331,7 @@ def _completion_logprobs(choice: CompletionOutput, tokenizer: Tokenizer | None) 
             {_spelling(tokenizer, token_id): _finite(value.logprob) for token_id, value in entries.items()}
             for entries in choice.logprobs
         ],
-        "text_offset": offsets[:-1],
+        "text_offset": [0, *detokenizer.offsets][: len(tokens)],
     }
 
 
@@ -357,7 +348,7 @@ def _finite(value: float) -> float:
     return max(value, _MIN_LOGPROB)
 
 
-_KINDS: dict[type, str] = {int: "an integer", float: "a number", str: "a string", bool: "true or false", list: "a list"}
+_KINDS: dict[type, str] = {int: "an integer", str: "a string", bool: "true or false", dict: "an object"}
 
 
 def _kind(value: object) -> str:

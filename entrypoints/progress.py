@@ -82,9 +82,11 @@ class ProgressView:
         """The state as a line of text."""
         elapsed = time.monotonic() - self._started
         of = f"/{self._total:,}" if self._total is not None else ""
-        text = f"{self._done:,}{of} requests, {self._tokens:,} tokens, {self._tokens / max(elapsed, 1e-9):,.1f} tokens/s"
+        text = (
+            f"{self._done:,}{of} requests, {self._tokens:,} tokens, {self._tokens / max(elapsed, 1e-9):,.1f} tokens/s"
+        )
         fresh = self._done - self._initial
-        if self._total is not None and 0 < fresh and self._done < self._total:
+        if self._total is not None and fresh > 0 and self._done < self._total:
             text += f", {_clock(elapsed / fresh * (self._total - self._done))} left"
         return text
 

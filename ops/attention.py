@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from deepinfer.ops.cases import caches
 from deepinfer.ops.formats import PagedCache
 from deepinfer.ops.kv import kv_gather
 from deepinfer.ops.numeric import round_like
@@ -19,7 +20,12 @@ from deepinfer.ops.spec import Tolerance, define_op
 ATTENTION = Tolerance(3.01 / 128, 8e-4, sim=1e-5, why="fp32 sums in another order; probabilities may round to bf16")
 
 
-@define_op(tolerance=ATTENTION, determinism="D2")
+@define_op(
+    tolerance=ATTENTION,
+    determinism="D2",
+    cases=caches.sparse_attn_cases,
+    dims={"heads": "q:1", "dim": "q:2", "window_kind": "window_cache", "kv_kind": "kv_cache|none"},
+)
 def sparse_attn(
     q: Tensor,
     window_cache: PagedCache,
@@ -36,9 +42,9 @@ def sparse_attn(
 
     Args:
         q: [T, heads, D] bfloat16 or float32.
-        window_cache: records of this layer's window KV.
+        window_cache: [window_slots, D] records of this layer's window KV.
         window_slots: [T, Kw] int32, -1 for none (anywhere in a row).
-        kv_cache: compressed records, or None for a window-only layer.
+        kv_cache: [kv_slots, D] compressed records, or None for a window-only layer.
         kv_slots: [T, K] int32, -1 for none; None with `kv_cache`.
         softmax_scale: multiplies q.k.
         attn_sink: [heads] float32, not scaled.
@@ -67,7 +73,12 @@ def sparse_attn(
     return o.to(q.dtype), lse.float()
 
 
-@define_op(tolerance=Tolerance(2**-8, 1e-5, why="fp32 weights, one bf16 rounding"), determinism="D1")
+@define_op(
+    tolerance=Tolerance(2**-8, 1e-5, why="fp32 weights, one bf16 rounding"),
+    determinism="D1",
+    cases=caches.attn_merge_cases,
+    dims={"heads": "o:2", "dim": "o:3"},
+)
 def attn_merge(o: Tensor, lse: Tensor, out_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Merge partial attention results over splits of the keys, in ascending split order.
 

@@ -8,11 +8,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from deepinfer.ops.cases import trunk
 from deepinfer.ops.spec import Tolerance, define_op
 
 
 @define_op(
-    mutates=("state",), tolerance=Tolerance(2**-8, 1e-6, why="softmax over a group in fp32, one rounding"), determinism="D2"
+    mutates=("state",),
+    tolerance=Tolerance(2**-8, 1e-6, why="softmax over a group in fp32, one rounding"),
+    determinism="D2",
+    cases=trunk.kv_compress_cases,
+    dims={"ratio": "ratio", "dim": "value:1"},
 )
 def kv_compress(
     gate: Tensor,

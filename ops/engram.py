@@ -8,13 +8,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from deepinfer.ops.cases import trunk
+from deepinfer.ops.contract import Rules
 from deepinfer.ops.formats import QTensor
 from deepinfer.ops.numeric import accumulate
 from deepinfer.ops.quant import dequantize
 from deepinfer.ops.spec import EXACT, Tolerance, define_op
 
 
-@define_op(tolerance=EXACT, determinism="D2")
+@define_op(tolerance=EXACT, determinism="D2", cases=trunk.engram_ngrams_cases, dims={"n": "history:1"})
 def engram_ngrams(
     input_ids: Tensor,
     row_to_seq: Tensor,
@@ -61,7 +63,9 @@ def engram_ngrams(
     return torch.stack(columns, 1).int()
 
 
-@define_op(tolerance=EXACT, determinism="D2")
+@define_op(
+    tolerance=EXACT, determinism="D2", cases=trunk.engram_hash_cases, dims={"n": "ngrams:1"}, rules=Rules(row_axis=1)
+)
 def engram_hash(ngrams: Tensor, multipliers: Tensor, primes: Tensor, offsets: Tensor) -> Tensor:
     """Table rows of each token's n-grams, for every Engram layer.
 
@@ -86,7 +90,7 @@ def engram_hash(ngrams: Tensor, multipliers: Tensor, primes: Tensor, offsets: Te
     return torch.cat(rows, -1).int()
 
 
-@define_op(tolerance=EXACT, determinism="D2")
+@define_op(tolerance=EXACT, determinism="D2", cases=trunk.engram_fetch_cases, dims={"width": "table:1"})
 def engram_fetch(table: Tensor | QTensor, rows: Tensor, out_dtype: torch.dtype) -> Tensor:
     """Gather table rows, dequantise and lay them side by side.
 
@@ -104,10 +108,15 @@ def engram_fetch(table: Tensor | QTensor, rows: Tensor, out_dtype: torch.dtype) 
         values = dequantize(picked, out_dtype)
     else:
         values = table[index.to(table.device)].to(out_dtype)
-    return values.to(rows.device).reshape(rows.shape[0], -1)
+    return values.to(rows.device).reshape(rows.shape[0], rows.shape[1] * values.shape[1])
 
 
-@define_op(tolerance=Tolerance(2**-7, 1e-5, why="fp32 statistics and gate, one bf16 rounding"), determinism="D2")
+@define_op(
+    tolerance=Tolerance(2**-7, 1e-5, why="fp32 statistics and gate, one bf16 rounding"),
+    determinism="D2",
+    cases=trunk.engram_gate_cases,
+    dims={"streams": "h:1", "hidden": "h:2"},
+)
 def engram_gate(
     h: Tensor, kv: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float, blocked: Tensor | None = None
 ) -> Tensor:

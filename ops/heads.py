@@ -5,23 +5,46 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from deepinfer.ops.numeric import accumulate
+from deepinfer.ops.cases import ends, trunk
+from deepinfer.ops.numeric import accumulate, row_products
 from deepinfer.ops.spec import EXACT, Tolerance, define_op
 
 
-@define_op(tolerance=EXACT, determinism="D2")
+@define_op(tolerance=EXACT, determinism="D2", cases=ends.embedding_cases, dims={"hidden": "weight:1"})
 def embedding(weight: Tensor, input_ids: Tensor, out_dtype: torch.dtype) -> Tensor:
-    """Rows of the embedding table: [V, H] and [T] int32 to [T, H] of `out_dtype`."""
+    """Rows of the embedding table.
+
+    Args:
+        weight: [V, H] bfloat16 or float32.
+        input_ids: [T] int32.
+        out_dtype: dtype of the result.
+
+    Returns:
+        [T, H] of `out_dtype`.
+    """
     return weight[input_ids.long()].to(out_dtype)
 
 
-@define_op(tolerance=EXACT, determinism="D2")
+@define_op(tolerance=EXACT, determinism="D2", cases=ends.gather_rows_cases)
 def gather_rows(x: Tensor, rows: Tensor) -> Tensor:
-    """Selected rows of [T, ...] by [n] int32."""
+    """Selected rows.
+
+    Args:
+        x: [T, ...] of any dtype.
+        rows: [n] int32.
+
+    Returns:
+        [n, ...] like `x`.
+    """
     return x[rows.long()]
 
 
-@define_op(tolerance=Tolerance(1e-4, 1e-4, why="fp32 dot products over the Markov rank"), determinism="D2")
+@define_op(
+    tolerance=Tolerance(1e-4, 1e-4, why="fp32 dot products over the Markov rank"),
+    determinism="D2",
+    cases=ends.markov_logits_cases,
+    dims={"rank": "head:1"},
+)
 def markov_logits(base: Tensor, token_ids: Tensor, embed: Tensor, head: Tensor) -> Tensor:
     """Draft logits of one place in the chain: base logits plus a rank-limited bias of the token before it.
 
@@ -35,10 +58,15 @@ def markov_logits(base: Tensor, token_ids: Tensor, embed: Tensor, head: Tensor) 
         [T, V] float32.
     """
     wide = accumulate(base)
-    return wide + embed[token_ids.long()].to(wide.dtype) @ head.to(wide.dtype).T
+    return wide + row_products(embed[token_ids.long()].to(wide.dtype), head.to(wide.dtype))
 
 
-@define_op(tolerance=Tolerance(1e-5, 1e-5, why="fp32 dot product and sigmoid"), determinism="D2")
+@define_op(
+    tolerance=Tolerance(1e-5, 1e-5, why="fp32 dot product and sigmoid"),
+    determinism="D2",
+    cases=ends.draft_confidence_cases,
+    dims={"hidden": "hidden:1"},
+)
 def draft_confidence(hidden: Tensor, token_ids: Tensor, embed: Tensor, proj: Tensor, temperature: float) -> Tensor:
     """Confidence that a drafted token will be accepted.
 
@@ -53,10 +81,22 @@ def draft_confidence(hidden: Tensor, token_ids: Tensor, embed: Tensor, proj: Ten
         [T] float32 in (0, 1).
     """
     features = torch.cat((accumulate(hidden), embed[token_ids.long()].to(accumulate(hidden).dtype)), 1)
-    return ((features @ proj.to(features.dtype).T)[:, 0] / temperature).sigmoid()
+    return (row_products(features, proj.to(features.dtype))[:, 0] / temperature).sigmoid()
 
 
-@define_op(tolerance=Tolerance(2**-8, 1e-6, why="fp32 mean of the streams, one rounding"), determinism="D2")
+@define_op(
+    tolerance=Tolerance(2**-8, 1e-6, why="fp32 mean of the streams, one rounding"),
+    determinism="D2",
+    cases=trunk.stream_mean_cases,
+    dims={"streams": "h:1", "hidden": "h:2"},
+)
 def stream_mean(h: Tensor) -> Tensor:
-    """Mean over the residual streams, the draft's feature: [T, M, H] to [T, H]."""
+    """Mean over the residual streams, the draft's feature.
+
+    Args:
+        h: [T, M, H] bfloat16 or float32.
+
+    Returns:
+        [T, H] like `h`.
+    """
     return accumulate(h).mean(1).to(h.dtype)

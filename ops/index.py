@@ -8,6 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from deepinfer.ops.cases import choosing
+from deepinfer.ops.contract import Rules
 from deepinfer.ops.formats import PagedCache, QTensor, QuantFormat
 from deepinfer.ops.numeric import plain, round_like
 from deepinfer.ops.quant import quantize, read_records
@@ -17,7 +19,7 @@ from deepinfer.ops.spec import EXACT, Tolerance, define_op
 SCORES = Tolerance(2**-7, 1e-5, sim=1e-5, why="fp32 dot products in another order, bf16 rounding points")
 
 
-@define_op(tolerance=EXACT, determinism="D2")
+@define_op(tolerance=EXACT, determinism="D2", cases=choosing.build_swa_index_cases, dims={"window": "window"})
 def build_swa_index(
     positions: Tensor,
     row_to_seq: Tensor,
@@ -50,7 +52,7 @@ def build_swa_index(
     return torch.where(held & (page > 0), slot, -1).int()
 
 
-@define_op(tolerance=EXACT, determinism="D2")
+@define_op(tolerance=EXACT, determinism="D2", cases=choosing.build_dense_index_cases)
 def build_dense_index(visible_lens: Tensor, num_columns: int) -> Tensor:
     """Every visible compressed position of each row: 0, 1, ... then -1.
 
@@ -65,31 +67,55 @@ def build_dense_index(visible_lens: Tensor, num_columns: int) -> Tensor:
     return torch.where(column < visible_lens[:, None], column, -1).int()
 
 
-@define_op(tolerance=EXACT, determinism="D2")
+@define_op(tolerance=EXACT, determinism="D2", cases=choosing.concat_index_cases)
 def concat_index(first: Tensor, second: Tensor) -> Tensor:
-    """Two index lists side by side: [T, A] and [T, B] int32 to [T, A + B]."""
+    """Two index lists side by side.
+
+    Args:
+        first: [T, A] int32.
+        second: [T, B] int32.
+
+    Returns:
+        [T, A + B] int32.
+    """
     return torch.cat((first, second), dim=1)
 
 
-@define_op(tolerance=EXACT, determinism="D2")
+@define_op(tolerance=EXACT, determinism="D2", cases=choosing.visible_lens_cases)
 def visible_lens(positions: Tensor, ratio: int) -> Tensor:
-    """Compressed entries that exist for each row: `(position + 1) // ratio`, [T] int32 to [T] int32."""
+    """Compressed entries that exist for each row: `(position + 1) // ratio`.
+
+    Args:
+        positions: [T] int32.
+        ratio: tokens per entry.
+
+    Returns:
+        [T] int32.
+    """
     return ((positions + 1) // ratio).int()
 
 
-@define_op(tolerance=EXACT, determinism="D2")
+@define_op(tolerance=EXACT, determinism="D2", cases=choosing.uniform_lens_cases)
 def uniform_lens(like: Tensor, value: int) -> Tensor:
-    """The same length for every row of `like` [T, ...]: [T] int32."""
+    """The same length for every row of `like`.
+
+    Args:
+        like: [T, ...] of any dtype; only its shape is read.
+        value: the length.
+
+    Returns:
+        [T] int32.
+    """
     return torch.full((like.shape[0],), value, dtype=torch.int32, device=like.device)
 
 
-@define_op(tolerance=EXACT, determinism="D2")
+@define_op(tolerance=EXACT, determinism="D2", cases=choosing.concat_rows_cases)
 def concat_rows(parts: tuple[Tensor, ...]) -> Tensor:
     """Rows of several [Ti, N] tensors of one dtype below each other: [sum Ti, N]."""
     return torch.cat(parts)
 
 
-@define_op(mutates=("indices",), tolerance=EXACT, determinism="D2")
+@define_op(mutates=("indices",), tolerance=EXACT, determinism="D2", cases=choosing.logical_to_slot_cases)
 def logical_to_slot(indices: Tensor, block_size: int, block_table: Tensor, row_to_seq: Tensor) -> None:
     """Turn positions within a sequence into physical cache slots, in place.
 
@@ -108,7 +134,12 @@ def logical_to_slot(indices: Tensor, block_size: int, block_table: Tensor, row_t
     indices.copy_(torch.where(indices >= 0, slot, -1))
 
 
-@define_op(tolerance=Tolerance(2**-8, 1e-6, off_by_one=1e-3, why="rope, one rounding, then exact codes"), determinism="D2")
+@define_op(
+    tolerance=Tolerance(2**-8, 1e-6, off_by_one=1e-3, why="rope, one rounding, then exact codes"),
+    determinism="D2",
+    cases=choosing.index_q_quant_cases,
+    dims={"heads": "q:1", "dim": "q:2", "fmt": "fmt|f32"},
+)
 def index_q_quant(q: Tensor, positions: Tensor, cos_sin: Tensor, fmt: QuantFormat | None) -> Tensor | QTensor:
     """Rotate the index heads and quantise them like index keys.
 
@@ -132,8 +163,15 @@ def _scores(q: Tensor, keys: Tensor, weights: Tensor, activation: torch.dtype) -
     return round_like(gated.sum(1), activation)
 
 
-@define_op(tolerance=SCORES, determinism="D2")
-def index_logits_ragged(q: Tensor | QTensor, k: Tensor | QTensor, weights: Tensor, starts: Tensor, ends: Tensor) -> Tensor:
+@define_op(
+    tolerance=SCORES,
+    determinism="D2",
+    cases=choosing.index_logits_ragged_cases,
+    dims={"heads": "q:1", "dim": "q:2", "fmt": "q|f32"},
+)
+def index_logits_ragged(
+    q: Tensor | QTensor, k: Tensor | QTensor, weights: Tensor, starts: Tensor, ends: Tensor
+) -> Tensor:
     """Index scores against dense keys: `sum_h weights_h * relu(q_h . k_j)`.
 
     Args:
@@ -157,7 +195,12 @@ def index_logits_ragged(q: Tensor | QTensor, k: Tensor | QTensor, weights: Tenso
     return scores.masked_fill(~valid, -torch.inf).to(wide)
 
 
-@define_op(tolerance=SCORES, determinism="D2")
+@define_op(
+    tolerance=SCORES,
+    determinism="D2",
+    cases=choosing.index_logits_paged_cases,
+    dims={"heads": "q:1", "dim": "q:2", "fmt": "q|f32"},
+)
 def index_logits_paged(
     q: Tensor | QTensor,
     cache: PagedCache,
@@ -171,7 +214,7 @@ def index_logits_paged(
 
     Args:
         q: [T, heads, D], plain or quantised.
-        cache: index key records.
+        cache: [slots, D] index key records.
         weights: [T, heads]; bfloat16 asks for the model's rounding points.
         visible: [T] int32, keys each row may see; at most `num_columns`.
         block_table: [S, max_blocks] int32.
@@ -181,12 +224,15 @@ def index_logits_paged(
     Returns:
         [T, num_columns] float32; column j is compressed position j, -inf from `visible` on.
     """
-    return _stored_scores(
-        q, cache, weights, build_dense_index(visible, num_columns), block_table, row_to_seq
-    )
+    return _stored_scores(q, cache, weights, build_dense_index(visible, num_columns), block_table, row_to_seq)
 
 
-@define_op(tolerance=SCORES, determinism="D2")
+@define_op(
+    tolerance=SCORES,
+    determinism="D2",
+    cases=choosing.index_logits_blocks_cases,
+    dims={"heads": "q:1", "dim": "q:2", "fmt": "q|f32", "block": "candidate_block"},
+)
 def index_logits_blocks(
     q: Tensor | QTensor,
     cache: PagedCache,
@@ -201,7 +247,7 @@ def index_logits_blocks(
 
     Args:
         q: [T, heads, D], plain or quantised.
-        cache: index key records.
+        cache: [slots, D] index key records.
         weights: [T, heads].
         visible: [T] int32.
         blocks: [T, B] int32 ascending candidate block numbers, -1 for none.
@@ -235,7 +281,13 @@ def _stored_scores(
     return scores.masked_fill(slots < 0, -torch.inf).to(wide)
 
 
-@define_op(tolerance=EXACT, determinism="D2")
+@define_op(
+    tolerance=EXACT,
+    determinism="D2",
+    cases=choosing.block_max_cases,
+    dims={"block": "block"},
+    rules=Rules(nan="counts as -inf"),
+)
 def block_max(logits: Tensor, lens: Tensor, block: int) -> tuple[Tensor, Tensor]:
     """Best score of each candidate block; the block with the newest visible entry is forced in.
 
@@ -262,7 +314,13 @@ def block_max(logits: Tensor, lens: Tensor, block: int) -> tuple[Tensor, Tensor]
     return torch.where(number < valid_blocks[:, None], best, -torch.inf).float(), valid_blocks.int()
 
 
-@define_op(tolerance=EXACT, determinism="D2")
+@define_op(
+    tolerance=EXACT,
+    determinism="D2",
+    cases=choosing.topk_select_cases,
+    dims={"k": "k"},
+    rules=Rules(nan="counts as -inf"),
+)
 def topk_select(x: Tensor, k: int, lens: Tensor) -> Tensor:
     """Exact top-k of the first `lens` columns of each row; ties go to the smaller index; NaN counts as -inf.
 
@@ -286,7 +344,7 @@ def topk_select(x: Tensor, k: int, lens: Tensor) -> Tensor:
     return torch.nn.functional.pad(chosen, (0, k - width), value=-1)
 
 
-@define_op(tolerance=EXACT, determinism="D2")
+@define_op(tolerance=EXACT, determinism="D2", cases=choosing.blocks_to_positions_cases, dims={"block": "block"})
 def blocks_to_positions(indices: Tensor, blocks: Tensor, block: int) -> Tensor:
     """Columns of packed candidate scores back to compressed positions.
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from deepinfer.ops.cases import caches
+from deepinfer.ops.contract import Rules
 from deepinfer.ops.formats import PagedCache
 from deepinfer.ops.norm import rms_norm
 from deepinfer.ops.quant import read_records, write_records
@@ -16,7 +18,14 @@ STORE = Tolerance(
 )
 
 
-@define_op(mutates=("cache",), tolerance=STORE, determinism="D2")
+@define_op(
+    mutates=("cache",),
+    tolerance=STORE,
+    determinism="D2",
+    cases=caches.kv_norm_rope_store_cases,
+    dims={"dim": "kv:1", "kind": "cache"},
+    rules=Rules(padding={"slots": -1}),
+)
 def kv_norm_rope_store(
     kv: Tensor,
     weight: Tensor,
@@ -36,7 +45,7 @@ def kv_norm_rope_store(
         positions: [T] int32, token positions. A compressed entry rotates at its group's first token,
             `position // ratio * ratio`.
         cos_sin: [P, Dr] float32.
-        cache: where records go.
+        cache: [slots, D] where records go.
         slots: [T] int32; -1 writes nothing. Slots that are not -1 differ.
         ratio: tokens per record.
 
@@ -48,7 +57,14 @@ def kv_norm_rope_store(
     return normed
 
 
-@define_op(mutates=("cache",), tolerance=STORE, determinism="D2")
+@define_op(
+    mutates=("cache",),
+    tolerance=STORE,
+    determinism="D2",
+    cases=caches.index_k_store_cases,
+    dims={"dim": "k:1", "kind": "cache"},
+    rules=Rules(padding={"slots": -1}),
+)
 def index_k_store(
     k: Tensor,
     weight: Tensor,
@@ -59,16 +75,27 @@ def index_k_store(
     slots: Tensor,
     ratio: int = 1,
 ) -> None:
-    """Normalise, rotate, quantise and store one index key per row; arguments as in `kv_norm_rope_store`."""
+    """Normalise, rotate, quantise and store one index key per row.
+
+    Args:
+        k: [T, D] bfloat16 or float32.
+        weight: [D] of the norm.
+        eps: of the norm.
+        positions: [T] int32, as in `kv_norm_rope_store`.
+        cos_sin: [P, Dr] float32.
+        cache: [slots, D] where records go.
+        slots: [T] int32; -1 writes nothing. Slots that are not -1 differ.
+        ratio: tokens per record.
+    """
     write_records(cache, slots, rope(rms_norm(k, weight, eps), positions // ratio * ratio, cos_sin))
 
 
-@define_op(tolerance=EXACT, determinism="D2")
+@define_op(tolerance=EXACT, determinism="D2", cases=caches.kv_gather_cases, dims={"dim": "cache:1", "kind": "cache"})
 def kv_gather(cache: PagedCache, slots: Tensor, dtype: torch.dtype) -> Tensor:
     """Dequantise records into a dense tensor; exact.
 
     Args:
-        cache: paged records.
+        cache: [slots, D] paged records.
         slots: [...] int32; -1 gives a zero row.
         dtype: bfloat16 or float32.
 
@@ -79,12 +106,18 @@ def kv_gather(cache: PagedCache, slots: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.where((slots >= 0)[..., None], values, torch.zeros((), dtype=dtype, device=values.device))
 
 
-@define_op(mutates=("pool",), tolerance=EXACT, determinism="D1")
+@define_op(
+    mutates=("pool",),
+    tolerance=EXACT,
+    determinism="D1",
+    cases=caches.copy_blocks_cases,
+    rules=Rules(nan="bytes are moved, whatever they mean"),
+)
 def copy_blocks(pool: Tensor, sources: Tensor, destinations: Tensor) -> None:
     """Copy whole blocks or pages inside a pool.
 
     Args:
-        pool: [num_blocks, bytes] uint8 (or [num_slots, ...] of any dtype).
+        pool: [blocks, ...]; uint8 blocks and pages, or states of any dtype.
         sources: [n] int32.
         destinations: [n] int32, all different, none of them a source.
     """

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from deepinfer.ops.cases import products
 from deepinfer.ops.formats import QTensor
-from deepinfer.ops.numeric import plain
+from deepinfer.ops.numeric import plain, row_products
 from deepinfer.ops.spec import Tolerance, define_op
 
 PRODUCT = Tolerance(2 / 256, 2**-7, sim=1e-5, why="fp32 accumulation in another order, one bf16 rounding")
@@ -16,7 +17,12 @@ def _accumulator(x: Tensor | QTensor) -> torch.dtype:
     return torch.float64 if isinstance(x, Tensor) and x.dtype == torch.float64 else torch.float32
 
 
-@define_op(tolerance=PRODUCT, determinism="D2")
+@define_op(
+    tolerance=PRODUCT,
+    determinism="D2",
+    cases=products.linear_mx_cases,
+    dims={"n": "weight:0", "k": "weight:1", "weight": "weight", "x": "x|plain"},
+)
 def linear_mx(x: Tensor | QTensor, weight: QTensor, out_dtype: torch.dtype, acc: Tensor | None = None) -> Tensor:
     """Product with a quantised weight.
 
@@ -30,11 +36,16 @@ def linear_mx(x: Tensor | QTensor, weight: QTensor, out_dtype: torch.dtype, acc:
         [T, N] of `out_dtype`.
     """
     wide = _accumulator(x)
-    y = plain(x, wide) @ plain(weight, wide).T
+    y = row_products(plain(x, wide), plain(weight, wide))
     return (y if acc is None else y + acc.to(wide)).to(out_dtype)
 
 
-@define_op(tolerance=PRODUCT, determinism="D2")
+@define_op(
+    tolerance=PRODUCT,
+    determinism="D2",
+    cases=products.linear_bf16_cases,
+    dims={"n": "weight:0", "k": "weight:1", "weight": "weight.dtype"},
+)
 def linear_bf16(x: Tensor, weight: Tensor, out_dtype: torch.dtype, out_scale: float = 1.0) -> Tensor:
     """Product with a plain weight (bfloat16 or float32 storage).
 
@@ -48,10 +59,15 @@ def linear_bf16(x: Tensor, weight: Tensor, out_dtype: torch.dtype, out_scale: fl
         [T, N] of `out_dtype`.
     """
     wide = _accumulator(x)
-    return ((x.to(wide) @ weight.to(wide).T) * out_scale).to(out_dtype)
+    return (row_products(x.to(wide), weight.to(wide)) * out_scale).to(out_dtype)
 
 
-@define_op(tolerance=PRODUCT, determinism="D2")
+@define_op(
+    tolerance=PRODUCT,
+    determinism="D2",
+    cases=products.linear_grouped_o_cases,
+    dims={"groups": "weight:0", "n": "weight:1", "k": "weight:2"},
+)
 def linear_grouped_o(x: Tensor, weight: Tensor | QTensor) -> Tensor:
     """The grouped half of the output projection: each group of heads has its own matrix.
 
@@ -63,4 +79,6 @@ def linear_grouped_o(x: Tensor, weight: Tensor | QTensor) -> Tensor:
         [T, G, N], dtype of `x`.
     """
     wide = _accumulator(x)
-    return torch.einsum("tgk,gnk->tgn", x.to(wide), plain(weight, wide)).to(x.dtype)
+    matrices = plain(weight, wide)
+    groups = [row_products(x[:, g].to(wide), matrices[g]) for g in range(x.shape[1])]
+    return torch.stack(groups, 1).to(x.dtype)

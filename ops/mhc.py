@@ -8,14 +8,20 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from deepinfer.ops.cases import trunk
 from deepinfer.ops.norm import rms_norm
-from deepinfer.ops.numeric import accumulate
+from deepinfer.ops.numeric import accumulate, row_products
 from deepinfer.ops.spec import Tolerance, define_op
 
 STREAMS = Tolerance(2**-8, 1e-6, why="fp32 sums over four streams, one bf16 rounding")
 
 
-@define_op(tolerance=Tolerance(1e-4, 1e-5, sim=1e-6, why="fp32 dot products over all streams"), determinism="D2")
+@define_op(
+    tolerance=Tolerance(1e-4, 1e-5, sim=1e-6, why="fp32 dot products over all streams"),
+    determinism="D2",
+    cases=trunk.mhc_prenorm_mix_cases,
+    dims={"streams": "h:1", "hidden": "h:2"},
+)
 def mhc_prenorm_mix(h: Tensor, fn: Tensor, eps: float) -> Tensor:
     """Mixing logits of each row: `(s fn^T) / sqrt(mean(s^2) + eps)` with s the streams side by side.
 
@@ -28,11 +34,17 @@ def mhc_prenorm_mix(h: Tensor, fn: Tensor, eps: float) -> Tensor:
         [T, M + M + M * M] float32.
     """
     s = accumulate(h).flatten(1)
-    return (s @ fn.to(s.dtype).T) * (s.square().mean(-1, keepdim=True) + eps).rsqrt()
+    return row_products(s, fn.to(s.dtype)) * (s.square().mean(-1, keepdim=True) + eps).rsqrt()
 
 
-@define_op(tolerance=Tolerance(1e-5, 1e-6, why="fp32 sigmoid, exponential and 20 normalisations"), determinism="D2")
-def mhc_split_sinkhorn(mix: Tensor, scale: Tensor, base: Tensor, iters: int, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+@define_op(
+    tolerance=Tolerance(1e-5, 1e-6, why="fp32 sigmoid, exponential and 20 normalisations"),
+    determinism="D2",
+    cases=trunk.mhc_split_sinkhorn_cases,
+)
+def mhc_split_sinkhorn(
+    mix: Tensor, scale: Tensor, base: Tensor, iters: int, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
     """Mixing logits to read weights, write weights and a nearly doubly stochastic stream matrix.
 
     Args:
@@ -59,14 +71,22 @@ def mhc_split_sinkhorn(mix: Tensor, scale: Tensor, base: Tensor, iters: int, eps
     return pre, post, comb
 
 
-@define_op(tolerance=STREAMS, determinism="D2")
+@define_op(tolerance=STREAMS, determinism="D2", cases=trunk.mhc_apply_cases, dims={"streams": "h:1", "hidden": "h:2"})
 def mhc_apply(h: Tensor, pre: Tensor) -> Tensor:
-    """Read the streams: `sum_i pre_i h_i`, [T, M, H] and [T, M] to [T, H] like `h`."""
+    """Read the streams: `sum_i pre_i h_i`.
+
+    Args:
+        h: [T, M, H] bfloat16 or float32.
+        pre: [T, M] float32.
+
+    Returns:
+        [T, H] like `h`.
+    """
     wide = accumulate(h)
     return (wide * pre.to(wide.dtype)[..., None]).sum(1).to(h.dtype)
 
 
-@define_op(tolerance=STREAMS, determinism="D2")
+@define_op(tolerance=STREAMS, determinism="D2", cases=trunk.mhc_post_cases, dims={"streams": "h:1", "hidden": "h:2"})
 def mhc_post(y: Tensor, h: Tensor, post: Tensor, comb: Tensor) -> Tensor:
     """Write a sublayer's output back: `post_j y + sum_i comb_ij h_i`.
 
@@ -84,7 +104,9 @@ def mhc_post(y: Tensor, h: Tensor, post: Tensor, comb: Tensor) -> Tensor:
     return (post.to(wide.dtype)[..., None] * y.to(wide.dtype)[:, None] + kept).to(h.dtype)
 
 
-@define_op(tolerance=STREAMS, determinism="D2")
+@define_op(
+    tolerance=STREAMS, determinism="D2", cases=trunk.mhc_expand_cases, dims={"streams": "streams", "hidden": "x:1"}
+)
 def mhc_expand(x: Tensor, streams: int) -> tuple[Tensor, Tensor]:
     """Start of the trunk: every stream is the embedding, and the first one is read.
 
@@ -100,7 +122,7 @@ def mhc_expand(x: Tensor, streams: int) -> tuple[Tensor, Tensor]:
     return x[:, None].repeat(1, streams, 1), pre
 
 
-@define_op(tolerance=STREAMS, determinism="D2")
+@define_op(tolerance=STREAMS, determinism="D2", cases=trunk.mhc_step_cases, dims={"streams": "h:1", "hidden": "h:2"})
 def mhc_step(
     y: Tensor,
     h: Tensor,
@@ -123,9 +145,9 @@ def mhc_step(
         post: [T, M], its write weights.
         comb: [T, M, M], its stream matrix.
         read: [T, M], the weights the next sublayer reads with (made one sublayer earlier).
-        fn: mixing matrix of the next sublayer, as in `mhc_prenorm_mix`.
+        fn: [M + M + M * M, M * H] mixing matrix of the next sublayer, as in `mhc_prenorm_mix`.
         scale: [3] of it.
-        base: of it.
+        base: [M + M + M * M] of it.
         iters: of it.
         hc_eps: of it.
         norm_weight: [H] of the next sublayer's norm.

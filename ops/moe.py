@@ -13,9 +13,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from deepinfer.ops.cases import products
+from deepinfer.ops.contract import Rules
 from deepinfer.ops.formats import QTensor, QuantFormat
 from deepinfer.ops.linear import PRODUCT
-from deepinfer.ops.numeric import accumulate, plain
+from deepinfer.ops.numeric import accumulate, plain, row_products
 from deepinfer.ops.quant import quantize
 from deepinfer.ops.spec import EXACT, Tolerance, define_op
 
@@ -31,7 +33,12 @@ class DispatchHandle:
     slot_to_row: Tensor
 
 
-@define_op(tolerance=Tolerance(1e-6, 1e-9, why="fp32 softplus, square root and sum; choices must be equal"), determinism="D2")
+@define_op(
+    tolerance=Tolerance(1e-6, 1e-9, why="fp32 softplus, square root and sum; choices must be equal"),
+    determinism="D2",
+    cases=products.moe_gate_cases,
+    dims={"experts": "logits:1", "k": "k"},
+)
 def moe_gate(
     logits: Tensor, bias: Tensor, image_bias: Tensor | None, image_mask: Tensor | None, k: int, scale: float
 ) -> tuple[Tensor, Tensor]:
@@ -58,7 +65,12 @@ def moe_gate(
     return expert_ids, weights.to(logits.dtype)
 
 
-@define_op(tolerance=EXACT, determinism="D1")
+@define_op(
+    tolerance=EXACT,
+    determinism="D1",
+    cases=products.ep_dispatch_cases,
+    dims={"experts": "num_experts", "k": "expert_ids:1"},
+)
 def ep_dispatch(
     x: Tensor | QTensor, expert_ids: Tensor, weights: Tensor, num_experts: int
 ) -> tuple[Tensor | QTensor, Tensor, Tensor, DispatchHandle]:
@@ -88,7 +100,13 @@ def ep_dispatch(
     return rows, weights.flatten()[order].float(), psum, DispatchHandle(slot_to_row)
 
 
-@define_op(tolerance=PRODUCT, determinism="D2")
+@define_op(
+    tolerance=PRODUCT,
+    determinism="D2",
+    cases=products.moe_grouped_gemm_cases,
+    dims={"experts": "weight:0", "n": "weight:1", "k": "weight:2", "weight": "weight|plain"},
+    rules=Rules(nan="rows behind the last end may hold NaN; their results are undefined"),
+)
 def moe_grouped_gemm(x: Tensor | QTensor, weight: Tensor | QTensor, psum: Tensor, out_dtype: torch.dtype) -> Tensor:
     """One product per expert over its own rows.
 
@@ -107,13 +125,16 @@ def moe_grouped_gemm(x: Tensor | QTensor, weight: Tensor | QTensor, psum: Tensor
     start = 0
     for expert, end in enumerate(psum.tolist()):
         if end > start:
-            out[start:end] = rows[start:end] @ plain(weight[expert], wide).T
+            out[start:end] = row_products(rows[start:end], plain(weight[expert], wide))
         start = end
     return out.to(out_dtype)
 
 
 @define_op(
-    tolerance=Tolerance(2**-8, 1e-6, off_by_one=1e-3, why="fp32 inside, one rounding or one code"), determinism="D2"
+    tolerance=Tolerance(2**-8, 1e-6, off_by_one=1e-3, why="fp32 inside, one rounding or one code"),
+    determinism="D2",
+    cases=products.swiglu_quant_cases,
+    dims={"width": "gate:1", "fmt": "fmt|plain"},
 )
 def swiglu_quant(
     gate: Tensor, up: Tensor, limit: float, row_weight: Tensor | None, fmt: QuantFormat | None
@@ -137,12 +158,18 @@ def swiglu_quant(
     return y.to(gate.dtype) if fmt is None else quantize(y, fmt)
 
 
-@define_op(tolerance=Tolerance(2**-8, 1e-6, why="fp32 sum in choice order, one bf16 rounding"), determinism="D1")
+@define_op(
+    tolerance=Tolerance(2**-8, 1e-6, why="fp32 sum in choice order, one bf16 rounding"),
+    determinism="D1",
+    cases=products.ep_combine_cases,
+    dims={"hidden": "y:1"},
+    rules=Rules(nan="rows that no choice names are not read"),
+)
 def ep_combine(y: Tensor, handle: DispatchHandle, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
     """Bring the experts' results back and sum them per token.
 
     Args:
-        y: [R, H], rows as `ep_dispatch` gave them; routing weights are already applied.
+        y: [R, H]; rows as `ep_dispatch` gave them; routing weights are already applied.
         handle: from `ep_dispatch`.
         bias: [T, H] added last in fp32 (the shared expert), or None.
         out_dtype: dtype of the result.
@@ -161,7 +188,12 @@ def ep_combine(y: Tensor, handle: DispatchHandle, bias: Tensor | None, out_dtype
     return total.to(out_dtype)
 
 
-@define_op(tolerance=EXACT, determinism="D0")
+@define_op(
+    tolerance=EXACT,
+    determinism="D0",
+    cases=products.expert_shuffle_cases,
+    rules=Rules(zero_rows="no sources give no experts"),
+)
 def expert_shuffle(weight: Tensor | QTensor, source: Tensor) -> Tensor | QTensor:
     """Lay experts out anew: slot e of the result is expert `source[e]`, codes and scales together.
 

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from deepinfer.ops.cases import rows
+from deepinfer.ops.contract import Rules
 from deepinfer.ops.formats import QTensor, QuantFormat
 from deepinfer.ops.numeric import accumulate
 from deepinfer.ops.quant import quantize
 from deepinfer.ops.spec import Tolerance, define_op
 
 
-@define_op(tolerance=Tolerance(2**-8, 1e-6, why="fp32 inside, one bf16 rounding"), determinism="D2")
+@define_op(
+    tolerance=Tolerance(2**-8, 1e-6, why="fp32 inside, one bf16 rounding"),
+    determinism="D2",
+    cases=rows.rms_norm_cases,
+    dims={"n": "x:-1"},
+)
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     """`weight * x / sqrt(mean(x^2) + eps)` over the last axis, in fp32, cast once at the end.
 
@@ -32,6 +39,9 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
 @define_op(
     tolerance=Tolerance(2**-8, 1e-6, off_by_one=1e-3, why="a bf16 ulp of the norm may move a code by one"),
     determinism="D2",
+    cases=rows.rms_norm_quant_cases,
+    dims={"n": "x:-1", "fmt": "fmt"},
+    rules=Rules(nan="a group with NaN or Inf has a NaN scale, its codes are undefined; other rows do not change"),
 )
 def rms_norm_quant(x: Tensor, weight: Tensor | None, eps: float, fmt: QuantFormat) -> tuple[QTensor, Tensor]:
     """RMSNorm, rounded to the activation dtype and then quantised (that rounding is part of the model).

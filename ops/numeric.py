@@ -13,6 +13,19 @@ def accumulate(x: Tensor) -> Tensor:
     return x if x.dtype in (torch.float64, torch.float32) else x.float()
 
 
+def row_products(x: Tensor, weight: Tensor) -> Tensor:
+    """`x weight^T` for x [T, K] and weight [N, K] of one dtype, row by row, so that a row's bits are its own.
+
+    A product of matrices may add in another order when it has fewer rows; a product with one vector cannot know.
+    """
+    if x.dtype == torch.float64:
+        return x @ weight.T  # a check of the reference, not an implementation
+    out = x.new_empty(x.shape[0], weight.shape[0])
+    for row, values in enumerate(x):
+        out[row] = torch.mv(weight, values.clone())  # a copy is aligned; the order may depend on alignment
+    return out
+
+
 def plain(x: Tensor | QTensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """A tensor's values in `dtype`, dequantised if need be."""
     from deepinfer.ops.quant import dequantize

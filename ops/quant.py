@@ -12,6 +12,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from deepinfer.ops.cases import rows
+from deepinfer.ops.contract import Rules
 from deepinfer.ops.formats import GROUP, CacheFormat, PagedCache, QTensor, QuantFormat
 from deepinfer.ops.spec import EXACT, define_op
 
@@ -81,7 +83,13 @@ def _e2m1_codes(x: Tensor, scale: Tensor) -> Tensor:
     return code | (torch.signbit(x).to(torch.uint8) << 3)
 
 
-@define_op(tolerance=EXACT, determinism="D2")
+@define_op(
+    tolerance=EXACT,
+    determinism="D2",
+    cases=rows.quantize_cases,
+    dims={"k": "x:-1", "fmt": "fmt"},
+    rules=Rules(nan="a group with NaN or Inf has a NaN scale, its codes are undefined; other groups do not change"),
+)
 def quantize(x: Tensor, fmt: QuantFormat) -> QTensor:
     """Quantise along the last axis.
 
@@ -114,12 +122,12 @@ def quantize(x: Tensor, fmt: QuantFormat) -> QTensor:
     return QTensor(pack_nibbles(_e2m1_codes(x, wide)), scale, fmt)
 
 
-@define_op(tolerance=EXACT, determinism="D2")
+@define_op(tolerance=EXACT, determinism="D2", cases=rows.dequantize_cases, dims={"k": "x:-1", "fmt": "x"})
 def dequantize(x: QTensor, dtype: torch.dtype) -> Tensor:
     """Values of a quantised tensor: code * scale, exact in bfloat16 for every V4.1 operand.
 
     Args:
-        x: canonical layout, [..., K] values.
+        x: [..., K] values in canonical layout.
         dtype: bfloat16, float32 or float64.
 
     Returns:

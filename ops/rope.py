@@ -12,6 +12,7 @@ import math
 import torch
 from torch import Tensor
 
+from deepinfer.ops.cases import rows
 from deepinfer.ops.norm import rms_norm
 from deepinfer.ops.numeric import accumulate
 from deepinfer.ops.spec import Tolerance, define_op
@@ -60,12 +61,12 @@ def _rotate(x: Tensor, positions: Tensor, table: Tensor, conjugate: bool) -> Ten
     return torch.cat((keep, turned), dim=-1).to(x.dtype)
 
 
-@define_op(tolerance=ROTATION, determinism="D2")
+@define_op(tolerance=ROTATION, determinism="D2", cases=rows.rope_cases, dims={"dim": "x:-1", "width": "cos_sin:1"})
 def rope(x: Tensor, positions: Tensor, cos_sin: Tensor, conjugate: bool = False) -> Tensor:
     """Rotate the last channels of every head.
 
     Args:
-        x: [T, heads, D] or [T, D] bfloat16 or float32.
+        x: [T, ..., D] bfloat16 or float32; usually [T, heads, D] or [T, D].
         positions: [T] int32.
         cos_sin: [P, Dr] float32 of `rope_table`; Dr channels at the end of D are rotated.
         conjugate: rotate back.
@@ -76,10 +77,8 @@ def rope(x: Tensor, positions: Tensor, cos_sin: Tensor, conjugate: bool = False)
     return _rotate(x, positions, cos_sin, conjugate)
 
 
-@define_op(tolerance=ROTATION, determinism="D2")
-def q_norm_rope(
-    q: Tensor, positions: Tensor, cos_sin: Tensor, normalise: bool = False, eps: float = 1e-20
-) -> Tensor:
+@define_op(tolerance=ROTATION, determinism="D2", cases=rows.q_norm_rope_cases, dims={"heads": "q:1", "dim": "q:2"})
+def q_norm_rope(q: Tensor, positions: Tensor, cos_sin: Tensor, normalise: bool = False, eps: float = 1e-20) -> Tensor:
     """Rotate the query heads, after an optional RMSNorm of each head (V4 had it, V4.1 does not).
 
     Args:
@@ -95,7 +94,12 @@ def q_norm_rope(
     return _rotate(rms_norm(q, None, eps) if normalise else q, positions, cos_sin, False)
 
 
-@define_op(tolerance=ROTATION, determinism="D2")
+@define_op(
+    tolerance=ROTATION,
+    determinism="D2",
+    cases=rows.o_rope_cases,
+    dims={"heads": "o:1", "dim": "o:2", "groups": "num_groups"},
+)
 def o_rope(o: Tensor, positions: Tensor, cos_sin: Tensor, num_groups: int) -> Tensor:
     """Rotate the attention output back and lay it out by output group.
 
@@ -108,4 +112,5 @@ def o_rope(o: Tensor, positions: Tensor, cos_sin: Tensor, num_groups: int) -> Te
     Returns:
         [T, num_groups, heads / num_groups * D], dtype of `o`; not quantised.
     """
-    return _rotate(o, positions, cos_sin, True).reshape(o.shape[0], num_groups, -1)
+    width = o.shape[1] // num_groups * o.shape[2]
+    return _rotate(o, positions, cos_sin, True).reshape(o.shape[0], num_groups, width)

@@ -21,7 +21,7 @@ import math
 import torch
 from torch import Tensor
 
-from deepinfer.ops import sampling_cases
+from deepinfer.ops.cases import sampling as sampling_cases
 from deepinfer.ops.numeric import accumulate
 from deepinfer.ops.philox import gumbel, random_words
 from deepinfer.ops.spec import EXACT, Tolerance, define_op
@@ -141,7 +141,7 @@ def token_logprobs(logits: Tensor, tokens: Tensor, num_top: int) -> tuple[Tensor
     num_ids = logits.shape[1]
     wide = accumulate(logits)
     usable = _usable(wide)
-    logprobs = wide.log_softmax(1)
+    logprobs = wide.double().log_softmax(1)
     known = usable & (tokens >= 0) & (tokens < num_ids)
     index = tokens.long().clamp(0, num_ids - 1)[:, None]
     own = wide.gather(1, index)

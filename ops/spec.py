@@ -13,6 +13,8 @@ from typing import Any, Generic, Literal, ParamSpec, TypeVar
 
 import torch
 
+from deepinfer.ops.contract import Argument, Rules, read_arguments, static_dims
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -59,7 +61,8 @@ class Case:
         name: states what is special about it, unique within the op.
         make: builds keyword arguments from a seeded generator; called anew for every run, since ops may mutate.
         tag: "small" runs everywhere; "real" has the model's own shapes and runs where an accelerator is.
-        rows: names of the arguments whose first axis is the row axis; used to permute, pad and split batches.
+        rows: names of the arguments whose first axis is the row axis; used to permute, pad and split batches. Another
+            axis is written `name:axis`.
     """
 
     name: str
@@ -85,6 +88,8 @@ class OpSpec(Generic[P, R]):
         mutates: names of the arguments that are written in place; everything else is read only.
         cases: generator of conformance cases.
         module: the module that defines it, for the table in reports.
+        dims: recipe of the static dimensions that models bind it with (`contract.static_dims`).
+        rules: aliasing, zero rows, offsets, NaN, layout.
     """
 
     name: str
@@ -95,6 +100,8 @@ class OpSpec(Generic[P, R]):
     cases: Callable[[], Iterable[Case]] = no_cases
     module: str = ""
     signature: inspect.Signature = field(default_factory=inspect.Signature, repr=False)
+    dims: Mapping[str, str] = field(default_factory=dict)
+    rules: Rules = field(default_factory=Rules)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Run the reference."""
@@ -104,6 +111,15 @@ class OpSpec(Generic[P, R]):
     def summary(self) -> str:
         """First line of the reference's docstring."""
         return (inspect.getdoc(self.reference) or "").split("\n", 1)[0]
+
+    @property
+    def arguments(self) -> dict[str, Argument]:
+        """Symbolic shape, dtypes and layout of every argument, read from the reference's docstring."""
+        return read_arguments(self.reference, self.rules.packed)
+
+    def static_dims(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """The static dimensions of example arguments, as a model would bind them."""
+        return static_dims(self.dims, values)
 
     def __hash__(self) -> int:
         return hash(self.name)
@@ -121,6 +137,8 @@ def define_op(
     determinism: Determinism,
     mutates: tuple[str, ...] = (),
     cases: Callable[[], Iterable[Case]] = no_cases,
+    dims: Mapping[str, str] | None = None,
+    rules: Rules | None = None,
 ) -> Callable[[Callable[P, R]], OpSpec[P, R]]:
     """Define an op; the decorated function is its reference.
 
@@ -129,6 +147,8 @@ def define_op(
         determinism: "D0", "D1" or "D2" (`OpSpec`).
         mutates: names of arguments written in place.
         cases: generator of conformance cases.
+        dims: recipe of static dimensions (`contract.static_dims`); none when predicates have nothing to look at.
+        rules: edge rules that differ from the defaults of `Rules`.
 
     Raises:
         ValueError: a name is taken, or `mutates` names an argument that does not exist; nothing is defined.
@@ -152,6 +172,8 @@ def define_op(
             cases=cases,
             module=reference.__module__,
             signature=signature,
+            dims=dims or {},
+            rules=rules or Rules(),
         )
         spec.__dict__["__doc__"] = reference.__doc__
         _DEFINED[name] = spec

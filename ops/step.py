@@ -5,11 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from deepinfer.ops.cases import ends
 from deepinfer.ops.spec import EXACT, define_op
 
 
 @define_op(
-    mutates=("input_ids", "positions", "seq_lens", "window_slots", "ratio_slots"), tolerance=EXACT, determinism="D2"
+    mutates=("input_ids", "positions", "seq_lens", "window_slots", "ratio_slots"),
+    tolerance=EXACT,
+    determinism="D2",
+    cases=ends.advance_step_cases,
 )
 def advance_step(
     input_ids: Tensor,

@@ -8,13 +8,15 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from deepinfer.ops import sampling_cases
+from deepinfer.ops.cases import sampling as sampling_cases
 from deepinfer.ops.errors import OpArgumentError
 from deepinfer.ops.philox import Purpose, gumbel, random_words, uniform
 from deepinfer.ops.sampling import process_logits, sample, usable_rows
 from deepinfer.ops.spec import Tolerance, define_op
 
 VerifyMode = Literal["coupled", "rejection"]
+_Filters = tuple[Tensor, Tensor, Tensor, Tensor]
+_Key = tuple[Tensor, Tensor, Tensor]
 
 
 @define_op(
@@ -102,9 +104,7 @@ def verify(
     return num_emitted, tokens
 
 
-def _accept_or_replace(
-    target_row: Tensor, draft_row: Tensor, draft: int, filters: tuple[Tensor, ...], key: tuple[Tensor, ...]
-) -> int:
+def _accept_or_replace(target_row: Tensor, draft_row: Tensor, draft: int, filters: _Filters, key: _Key) -> int:
     """One row of rejection sampling: the draft if it is kept, else its replacement; -1 for an unusable target row."""
     temperature, top_k, top_p, min_p = filters
     num_ids = target_row.shape[1]

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
 from deepinfer.ops.attention import ATTENTION
+from deepinfer.ops.cases import caches
 from deepinfer.ops.numeric import accumulate
 from deepinfer.ops.spec import define_op
 
 
-@define_op(tolerance=ATTENTION, determinism="D1")
+@define_op(tolerance=ATTENTION, determinism="D1", cases=caches.vision_attn_cases, dims={"heads": "q:1", "dim": "q:2"})
 def vision_attn(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, softmax_scale: float) -> Tensor:
     """Attention of every patch over all patches of its own image.
 
@@ -26,7 +29,7 @@ def vision_attn(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, softmax_sca
     """
     out = torch.zeros_like(q)
     ends = cu_seqlens.tolist()
-    for start, end in zip(ends, ends[1:], strict=False):
+    for start, end in pairwise(ends):
         a, b, c = (accumulate(t[start:end]) for t in (q, k, v))
         weights = (torch.einsum("qhd,khd->hqk", a, b) * softmax_scale).softmax(-1)
         out[start:end] = torch.einsum("hqk,khd->qhd", weights, c).to(q.dtype)

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from deepinfer.backends.cpu import BACKEND, _kernels
+from deepinfer.backends.cpu.tensors import num_threads
 from deepinfer.ops.errors import OpArgumentError
 from deepinfer.ops.sampling import apply_bitmask, process_logits, sample, token_logprobs
 from deepinfer.ops.verification import VerifyMode, verify
@@ -22,7 +23,7 @@ _NO_FLOATS = np.empty((0, 1), np.float32)
 def apply_bitmask_cpu(logits: Tensor, mask: Tensor, rows: Tensor) -> None:
     """A word at a time; words that allow all their ids are skipped."""
     view = _array(logits, torch.float32)
-    _kernels.apply_bitmask(view, _array(mask, torch.int32), _array(rows, torch.int32), torch.get_num_threads())
+    _kernels.apply_bitmask(view, _array(mask, torch.int32), _array(rows, torch.int32), num_threads())
     if not logits.is_contiguous():
         logits.copy_(torch.from_numpy(view))
 
@@ -32,7 +33,7 @@ def process_logits_cpu(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p
     """Block maxima bound top-k, and radix selection over masses finds the edge of top-p: no row is sorted."""
     out = torch.empty(logits.shape, dtype=torch.float32)
     filters = _filters(temperature, top_k, top_p, min_p)
-    _kernels.process_logits(_array(logits, torch.float32), *filters, out.numpy(), torch.get_num_threads())
+    _kernels.process_logits(_array(logits, torch.float32), *filters, out.numpy(), num_threads())
     return out
 
 
@@ -58,7 +59,7 @@ def sample_cpu(
         int(purpose),
         _NO_INTS if anchor is None else _array(anchor, torch.int32),
         out.numpy(),
-        torch.get_num_threads(),
+        num_threads(),
     )
     return out
 
@@ -79,7 +80,7 @@ def token_logprobs_cpu(logits: Tensor, tokens: Tensor, num_top: int) -> tuple[Te
         rank.numpy(),
         top_ids.numpy(),
         top_logprobs.numpy(),
-        torch.get_num_threads(),
+        num_threads(),
     )
     return logprob, rank, top_ids, top_logprobs
 
@@ -116,7 +117,7 @@ def verify_cpu(
         _NO_FLOATS if drafted is None else _array(drafted, torch.float32),
         num_emitted.numpy(),
         tokens.numpy(),
-        torch.get_num_threads(),
+        num_threads(),
     )
     return num_emitted, tokens
 

@@ -9,7 +9,7 @@ Source: DeepSeek-V4.1-Flash `config.json` (model specification, sections 2, 6.7 
 import json
 from bisect import bisect_right
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -339,9 +339,9 @@ def _eos(value: Any, problems: list[Problem]) -> tuple[int, ...] | None:
 
 def _unknown(data: Mapping[str, Any]) -> tuple[str, ...]:
     sections = {"text_config": TextConfig, "vision_config": VisionConfig, "quantization_config": QuantConfig}
-    top = {"eos_token_id", "torch_dtype", "transformers_version", *sections, *ModelConfig.__dataclass_fields__}
+    top = {"eos_token_id", "torch_dtype", "transformers_version", *sections, *(f.name for f in fields(ModelConfig))}
     found = [name for name in data if name not in top]
     for section, cls in sections.items():
         names = data.get(section)
-        found += [f"{section}.{name}" for name in names or () if name not in cls.__dataclass_fields__]
+        found += [f"{section}.{name}" for name in names or () if name not in {f.name for f in fields(cls)}]
     return tuple(found)

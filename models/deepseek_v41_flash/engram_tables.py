@@ -56,17 +56,18 @@ class EngramConstants:
         token_map = compress_vocabulary(tokenizer)
         num_keys = int(token_map.max(initial=-1)) + 1
         want, pad = config.engram_compressed_vocab_size, config.engram_pad_token_id
+        problems = []
         if num_keys != want:
-            raise ConfigError(
-                "tokenizer.json and config.json",
-                [
-                    f"text_config.engram_compressed_vocab_size: is {want}, but the {len(token_map)} tokens of the "
-                    f"tokenizer compress to {num_keys} keys, so table rows would be read from wrong places; use the "
-                    "tokenizer.json that belongs to this checkpoint"
-                ],
+            problems.append(
+                f"text_config.engram_compressed_vocab_size: is {want}, but the {len(token_map)} tokens of the "
+                f"tokenizer compress to {num_keys} keys, so table rows would be read from wrong places; use the "
+                "tokenizer.json that belongs to this checkpoint"
             )
-        beyond = config.vocab_size - len(token_map)
-        token_map = np.pad(token_map, (0, max(beyond, 0)), constant_values=-1)
+        token_map = np.pad(token_map, (0, max(config.vocab_size - len(token_map), 0)), constant_values=-1)
+        if token_map[pad] < 0:
+            problems.append(f"text_config.engram_pad_token_id: {pad} is not a token of the tokenizer; it must be one")
+        if problems:
+            raise ConfigError("tokenizer.json and config.json", problems)
         layers, depth = config.engram_layer_ids, config.engram_max_ngram_size
         primes = engram_primes(len(layers), config.engram_vocab_size, depth, config.engram_n_heads)
         table = torch.tensor(primes, dtype=torch.int64).reshape(len(layers), config.engram_columns)

@@ -31,6 +31,7 @@ def load(path: Path, ops: OpTable, options: LoadOptions, vocabulary: Vocabulary)
     weights = load_weights(
         checkpoint,
         config,
+        dtype=options.dtype,
         draft=options.draft and config.text.has_draft,
         vision=options.vision and config.vision is not None,
         engram=options.engram,

@@ -22,5 +22,6 @@ void bind_mhc(py::module_& m);
 void bind_engram(py::module_& m);
 void bind_moe(py::module_& m);
 void bind_heads(py::module_& m);
+void bind_step(py::module_& m);
 
 }  // namespace deepinfer::cpu

@@ -15,5 +15,6 @@ PYBIND11_MODULE(_kernels, m) {
     bind_engram(m);
     bind_moe(m);
     bind_heads(m);
+    bind_step(m);
     bind_sampling(m);
 }

@@ -51,54 +51,90 @@ void list_candidates(const float* x, i64 n, float threshold, float floor, RowWor
     work.kept.resize(static_cast<std::size_t>(count));
 }
 
-// Drop the candidates below a rank, in place.
-void keep_from(std::uint64_t least, RowWork& work) {
+// Drop the candidates that come after a place of the ranking, in place.
+void keep_through(float edge_score, std::int32_t edge_id, RowWork& work) {
+    std::int32_t* ids = work.ids.data();
+    float* kept = work.kept.data();
     std::size_t count = 0;
     for (std::size_t i = 0; i < work.ids.size(); ++i) {
-        if (rank_of(work.kept[i], work.ids[i]) < least) continue;
-        work.ids[count] = work.ids[i];
-        work.kept[count] = work.kept[i];
-        ++count;
+        const float score = kept[i];
+        const std::int32_t id = ids[i];
+        ids[count] = id;
+        kept[count] = score;
+        count += (score > edge_score) | ((score == edge_score) & (id <= edge_id)) ? 1 : 0;
     }
     work.ids.resize(count);
     work.kept.resize(count);
 }
 
-void keep_top_k(i64 count, RowWork& work) {
-    if (count >= static_cast<i64>(work.ids.size())) return;
-    work.ranks.clear();
-    for (std::size_t i = 0; i < work.ids.size(); ++i) work.ranks.push_back(rank_of(work.kept[i], work.ids[i]));
-    std::nth_element(work.ranks.begin(), work.ranks.begin() + (count - 1), work.ranks.end(), std::greater<>());
-    keep_from(work.ranks[static_cast<std::size_t>(count - 1)], work);
+// Fill `pool` with the places of candidates among which the prefix reaches `target`; returns what they have to add.
+// Candidates above them are worth target minus that; the sums are exact, so it is the same however they are made.
+std::int64_t narrow_pool(std::int64_t target, RowWork& work) {
+    const i64 count = static_cast<i64>(work.ids.size());
+    float low = -kInf, high = kInf;
+    std::int64_t above = 0;
+    if (count > kSortable) {
+        float far = 32.0F, near = 0.0F;  // below the best score; what is farther than 32 has no mass
+        for (int step = 0; step < 9; ++step) {
+            const float middle = (near + far) * 0.5F;
+            const float threshold = work.best - middle;
+            const std::int64_t mass = mass_at_least(work.kept.data(), work.masses.data(), count, threshold);
+            if (mass >= target) {
+                far = middle;
+                low = threshold;
+            } else {
+                near = middle;
+                high = threshold;
+                above = mass;
+            }
+        }
+    }
+    work.pool.resize(work.ids.size());
+    const float* kept = work.kept.data();
+    std::size_t size = 0;
+    for (i64 i = 0; i < count; ++i) {
+        work.pool[size] = static_cast<std::int32_t>(i);
+        size += (kept[i] >= low) & (kept[i] < high) ? 1 : 0;
+    }
+    work.pool.resize(size);
+    return target - above;
 }
 
-// The rank at which a prefix of `pool` (places in the candidate list), best first, reaches `target`; 0 if it never does.
-std::uint64_t rank_at_mass(std::int64_t target, RowWork& work) {
+// Keep the shortest prefix, best first, whose mass reaches `target` >= 1; all when none does.
+void keep_mass(std::int64_t target, RowWork& work) {
     // Radix selection on the score, 11 bits at a time: add the masses of each digit, walk down to the digit that holds
     // the edge, go on inside it. A pool that is small enough is sorted.
     constexpr std::array<int, 3> shifts{53, 42, 32};
     constexpr std::array<u32, 3> digit_masks{2047U, 2047U, 1023U};
     std::array<std::int64_t, 2048> sums;
+    target = narrow_pool(target, work);
     std::vector<std::int32_t>& pool = work.pool;
     const auto rank = [&](std::int32_t i) { return rank_of(work.kept[i], work.ids[i]); };
-    for (std::size_t level = 0; level < shifts.size() && static_cast<i64>(pool.size()) > kSortable; ++level) {
+    const auto same = [&](std::int32_t i) { return work.kept[i] == work.kept[pool[0]]; };
+    const bool flat = std::all_of(pool.begin(), pool.end(), same);
+    for (std::size_t level = 0; !flat && level < 3 && static_cast<i64>(pool.size()) > kSortable; ++level) {
         const auto digit = [&](std::int32_t i) { return (rank(i) >> shifts[level]) & digit_masks[level]; };
         sums.fill(0);
         for (const std::int32_t i : pool) sums[digit(i)] += work.masses[i];
         int edge = static_cast<int>(digit_masks[level]);
         while (edge >= 0 && target > sums[edge]) target -= sums[edge--];
-        if (edge < 0) return 0;
+        if (edge < 0) return;
         std::erase_if(pool, [&](std::int32_t i) { return digit(i) != static_cast<u32>(edge); });
     }
     // What is left of a large pool has equal scores and ascending ids: it is sorted already.
-    if (static_cast<i64>(pool.size()) <= kSortable) {
+    if (!flat && static_cast<i64>(pool.size()) <= kSortable) {
         std::sort(pool.begin(), pool.end(), [&](std::int32_t a, std::int32_t b) { return rank(a) > rank(b); });
     }
     for (const std::int32_t i : pool) {
         target -= work.masses[i];
-        if (target <= 0) return rank(i);
+        if (target <= 0) return keep_through(work.kept[i], work.ids[i], work);
     }
-    return 0;
+}
+
+void keep_top_k(i64 count, RowWork& work) {
+    if (count >= static_cast<i64>(work.ids.size())) return;
+    work.masses.assign(work.ids.size(), 1U);
+    keep_mass(count, work);
 }
 
 void keep_top_p(float top_p, RowWork& work) {
@@ -107,10 +143,8 @@ void keep_top_p(float top_p, RowWork& work) {
     work.masses.resize(work.ids.size());
     const double total = exp_and_sum(work.kept.data(), count, work.best, work.weights.data());
     masses_of(work.weights.data(), count, static_cast<float>(total), work.masses.data());
-    work.pool.resize(work.ids.size());
-    for (i64 i = 0; i < count; ++i) work.pool[static_cast<std::size_t>(i)] = static_cast<std::int32_t>(i);
     const double target = std::floor(static_cast<double>(top_p) * kMassOne);
-    keep_from(rank_at_mass(std::max<std::int64_t>(1, static_cast<std::int64_t>(target)), work), work);
+    keep_mass(std::max<std::int64_t>(1, static_cast<std::int64_t>(target)), work);
 }
 
 struct Best {

@@ -81,6 +81,13 @@ DEEPINFER_CLONES void masses_of(const float* __restrict e, i64 n, float total, u
     }
 }
 
+DEEPINFER_CLONES u32 mass_at_least(const float* __restrict scores, const u32* __restrict masses, i64 n,
+                                   float threshold) {
+    u32 sum = 0;
+    for (i64 i = 0; i < n; ++i) sum += scores[i] >= threshold ? masses[i] : 0U;
+    return sum;
+}
+
 DEEPINFER_CLONES void log_residual(const float* __restrict p, const float* __restrict q, i64 n, float* __restrict y) {
     for (i64 i = 0; i < n; ++i) {
         const float rest = p[i] - q[i];

@@ -27,6 +27,9 @@ double exp_and_sum(const float* x, i64 n, float best, float* e);
 // floor(p * 2^31) of fp32 probabilities p = e / total; total is at least every e.
 void masses_of(const float* e, i64 n, float total, u32* masses);
 
+// The masses of candidates that score at least `threshold`, added up. All masses together are below 2^32.
+u32 mass_at_least(const float* scores, const u32* masses, i64 n, float threshold);
+
 // y[i] = ln(p[i] - q[i]) where that is positive, else -inf.
 void log_residual(const float* p, const float* q, i64 n, float* y);
 

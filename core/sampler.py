@@ -1,0 +1,153 @@
+"""Draws tokens for the rows of a step: per-sequence parameters, and the ops that use them.
+
+Parameters live in arrays indexed by sequence slot, so a step costs one gather, whatever it mixes. Nothing here is
+random and nothing is kept between steps: a draw is a function of (seed, output index, choice), so a request is the same
+alone, in any batch, and after preemption.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from deepinfer.core.sampling_params import SamplingParams
+from deepinfer.ops import sampling
+from deepinfer.ops.registry import OpTable
+
+Int32Array = NDArray[np.int32]
+
+_INT32_MAX: Final = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """Logprobs of one token per row, and of each row's best, on the host.
+
+    Attributes:
+        logprob: [N] float32, natural log under the raw logits; NaN where there is none.
+        rank: [N] int32, 1 for the best; equal ones rank by id.
+        top_ids: [N, num_top] int32, best first.
+        top_logprobs: [N, num_top] float32.
+    """
+
+    logprob: NDArray[np.float32]
+    rank: Int32Array
+    top_ids: Int32Array
+    top_logprobs: NDArray[np.float32]
+
+
+def derive_seed(engine_seed: int, key: int | str) -> int:
+    """The seed of a request that names none: a hash, so that neighbours are unrelated and `run` can repeat itself.
+
+    Args:
+        engine_seed: 0 to 2^64 - 1.
+        key: what names the request: its ordinal, or its `custom_id`. The number 7 and the text "7" differ.
+
+    Returns:
+        An unsigned 64-bit seed.
+    """
+    kind = b"s" if isinstance(key, str) else b"i"
+    text = str(key).encode("utf-8", "surrogatepass")
+    message = engine_seed.to_bytes(8, "little") + kind + text
+    return int.from_bytes(hashlib.blake2b(message, digest_size=8, person=b"deepinfer.seed").digest(), "little")
+
+
+class Sampler:
+    """Parameters by sequence slot, and the sampling ops of one engine, bound once.
+
+    Args:
+        ops: the engine's op table.
+        num_slots: sequence slots run from 1 to `num_slots`; slot 0 is nobody's and greedy.
+    """
+
+    def __init__(self, ops: OpTable, num_slots: int) -> None:
+        self._runtime = ops.context.runtime
+        self._apply_bitmask = ops.bind(sampling.apply_bitmask)
+        self._sample = ops.bind(sampling.sample)
+        self._token_logprobs = ops.bind(sampling.token_logprobs)
+        size = num_slots + 1
+        self._temperature = np.zeros(size, np.float32)
+        self._top_k = np.zeros(size, np.int32)
+        self._top_p = np.ones(size, np.float32)
+        self._min_p = np.zeros(size, np.float32)
+        self._seeds = np.zeros(size, np.uint64)
+        self._choice = np.zeros(size, np.int32)
+
+    def set_slot(self, slot: int, params: SamplingParams, seed: int, choice: int = 0) -> None:
+        """Remember the parameters of a sequence when it is admitted, first or again; overwrites the slot's last owner.
+
+        Args:
+            slot: 1 to `num_slots`.
+            params: validated.
+            seed: 0 to 2^64 - 1: the request's own, or a derived one.
+            choice: which of the request's answers this is.
+        """
+        if not 1 <= slot < len(self._seeds):
+            raise IndexError(f"sequence slot {slot} is not in 1..{len(self._seeds) - 1}")
+        self._temperature[slot] = 0.0 if params.greedy else params.temperature
+        self._top_k[slot] = min(max(params.top_k, 0), _INT32_MAX)
+        self._top_p[slot] = params.top_p
+        self._min_p[slot] = params.min_p
+        self._seeds[slot] = seed
+        self._choice[slot] = choice
+
+    def draw(
+        self, logits: Tensor, slots: Int32Array, output_index: Int32Array, bitmask: tuple[Tensor, Tensor] | None = None
+    ) -> Tensor:
+        """Draw one token per row; the result stays on the device.
+
+        Args:
+            logits: [N, V] float32 on the device; changed in place by a bitmask only.
+            slots: [N] int32, the sequence slot of each row; a slot may have several rows.
+            output_index: [N] int32, output tokens of the sequence before the one that is drawn.
+            bitmask: mask [B, ceil(V / 32)] and rows [N] of `apply_bitmask`, on the device.
+
+        Returns:
+            [N] int32 on the device; -1 for a row with NaN or Inf, or without any finite entry.
+        """
+        send = self._send
+        with torch.inference_mode():
+            if bitmask is not None:
+                self._apply_bitmask(logits, *bitmask)
+            return self._sample(
+                logits,
+                send(self._temperature[slots]),
+                send(self._top_k[slots]),
+                send(self._top_p[slots]),
+                send(self._min_p[slots]),
+                send(self._seeds[slots].view(np.int64)),
+                send(np.asarray(output_index, np.int32)),
+                send(self._choice[slots]),
+            )
+
+    def sample(
+        self, logits: Tensor, slots: Int32Array, output_index: Int32Array, bitmask: tuple[Tensor, Tensor] | None = None
+    ) -> Int32Array:
+        """`draw`, and wait for the tokens: [N] int32 on the host."""
+        tokens: Int32Array = self._runtime.to_host(self.draw(logits, slots, output_index, bitmask)).numpy()
+        return tokens
+
+    def logprobs(self, logits: Tensor, tokens: Sequence[int] | Int32Array | Tensor, num_top: int = 0) -> TokenLogprobs:
+        """Logprobs of one token per row under the raw logits: no temperature, no filter.
+
+        Args:
+            logits: [N, V] float32 on the device, before any mask or bias.
+            tokens: [N] ids, on the host or the device.
+            num_top: how many best ids to give beside; more than V gives V.
+        """
+        if not isinstance(tokens, Tensor):
+            tokens = self._send(np.asarray(tokens, np.int32))
+        with torch.inference_mode():
+            parts = self._token_logprobs(logits, tokens, min(num_top, logits.shape[1]))
+            host = [self._runtime.to_host(part).numpy() for part in parts]
+        return TokenLogprobs(*host)
+
+    def _send(self, array: NDArray[Any]) -> Tensor:
+        return self._runtime.to_device(torch.from_numpy(np.ascontiguousarray(array)))

@@ -1,0 +1,188 @@
+"""The command line: `deepinfer run`, `inspect`, `make-tiny`, `backends`, `version`.
+
+Options are declared here and nothing heavy is imported, so that `--help` answers at once; what the commands do is in
+`commands.py`. Exit status: 0 all well, 1 some items failed, 2 it could not start, 128 + signal when it was stopped.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from deepinfer.core.config import parse_bytes, setting_help
+
+app = typer.Typer(
+    name="deepinfer",
+    help="DeepSeek-V4.1-Flash on whatever accelerator you have.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+_MODEL_PANEL, _ENGINE_PANEL = "Model", "Engine"
+
+
+def _option(name: str, panel: str, *flags: str, **settings: Any) -> Any:
+    return typer.Option(*flags, help=setting_help(name), rich_help_panel=panel, show_default=False, **settings)
+
+
+Model = Annotated[str, _option("model", _MODEL_PANEL, "--model", "-m", metavar="DIR")]
+Backend = Annotated[str | None, _option("backend", _MODEL_PANEL)]
+Dtype = Annotated[str | None, _option("dtype", _MODEL_PANEL)]
+KvRounding = Annotated[bool | None, _option("kv_rounding", _MODEL_PANEL, "--kv-rounding/--no-kv-rounding")]
+ActivationRounding = Annotated[
+    bool | None, _option("activation_rounding", _MODEL_PANEL, "--activation-rounding/--no-activation-rounding")
+]
+Engram = Annotated[str | None, _option("engram", _MODEL_PANEL)]
+MaxModelLen = Annotated[int | None, _option("max_model_len", _ENGINE_PANEL)]
+MaxNumSeqs = Annotated[int | None, _option("max_num_seqs", _ENGINE_PANEL)]
+MaxNumBatchedTokens = Annotated[int | None, _option("max_num_batched_tokens", _ENGINE_PANEL)]
+NumKvBlocks = Annotated[int | None, _option("num_kv_blocks", _ENGINE_PANEL)]
+KvMemory = Annotated[str | None, _option("kv_memory_bytes", _ENGINE_PANEL, "--kv-memory-bytes", metavar="BYTES")]
+MemoryUtilization = Annotated[float | None, _option("memory_utilization", _ENGINE_PANEL)]
+BlockSize = Annotated[int | None, _option("block_size", _ENGINE_PANEL)]
+WindowPage = Annotated[int | None, _option("window_page", _ENGINE_PANEL)]
+BatchInvariant = Annotated[
+    bool | None, _option("batch_invariant", _ENGINE_PANEL, "--batch-invariant/--no-batch-invariant")
+]
+Strict = Annotated[bool | None, _option("strict", _ENGINE_PANEL, "--strict/--no-strict")]
+NumThreads = Annotated[int | None, _option("num_threads", _ENGINE_PANEL)]
+Seed = Annotated[int | None, _option("seed", _ENGINE_PANEL)]
+Ops = Annotated[str | None, _option("ops", _ENGINE_PANEL)]
+ConfigFile = Annotated[
+    Path | None,
+    typer.Option("--config", help="TOML or JSON file of settings; options given here win.", rich_help_panel="Engine"),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+@app.command()
+def run(
+    source: Annotated[Path, typer.Argument(metavar="INPUT", help="Requests, one JSON object a line.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Results, one a line; resumed if it exists.")],
+    model: Model = "",
+    max_tokens: Annotated[int | None, typer.Option(min=0, help="For requests that do not set max_tokens.")] = None,
+    limit: Annotated[int | None, typer.Option(min=0, help="Look at the first N requests only.")] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Begin anew instead of resuming.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no summary.")] = False,
+    backend: Backend = None,
+    dtype: Dtype = None,
+    kv_rounding: KvRounding = None,
+    activation_rounding: ActivationRounding = None,
+    engram: Engram = None,
+    max_model_len: MaxModelLen = None,
+    max_num_seqs: MaxNumSeqs = None,
+    max_num_batched_tokens: MaxNumBatchedTokens = None,
+    num_kv_blocks: NumKvBlocks = None,
+    kv_memory_bytes: KvMemory = None,
+    memory_utilization: MemoryUtilization = None,
+    block_size: BlockSize = None,
+    window_page: WindowPage = None,
+    batch_invariant: BatchInvariant = None,
+    strict: Strict = None,
+    num_threads: NumThreads = None,
+    seed: Seed = None,
+    ops: Ops = None,
+    config: ConfigFile = None,
+) -> None:
+    """Answer a file of requests in OpenAI's batch format.
+
+    Results are written as they finish. Started again, it goes on where it stopped: items that have a line in the
+    output are skipped.
+    """
+    given = {
+        "backend": backend,
+        "dtype": dtype,
+        "kv_rounding": kv_rounding,
+        "activation_rounding": activation_rounding,
+        "engram": engram,
+        "max_model_len": max_model_len,
+        "max_num_seqs": max_num_seqs,
+        "max_num_batched_tokens": max_num_batched_tokens,
+        "num_kv_blocks": num_kv_blocks,
+        "kv_memory_bytes": _bytes(kv_memory_bytes),
+        "memory_utilization": memory_utilization,
+        "block_size": block_size,
+        "window_page": window_page,
+        "batch_invariant": batch_invariant,
+        "strict": strict,
+        "num_threads": num_threads,
+        "seed": seed,
+        "ops": ops,
+    }
+    from deepinfer.entrypoints import commands
+
+    settings = {name: value for name, value in given.items() if value is not None}
+    work = commands.BatchCommand(source, output, model, settings, config, max_tokens, limit, overwrite, quiet)
+    raise typer.Exit(commands.guarded(work.run))
+
+
+@app.command()
+def inspect(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A checkpoint folder.")],
+    dtype: Dtype = None,
+    max_model_len: MaxModelLen = None,
+    max_num_seqs: MaxNumSeqs = None,
+    block_size: BlockSize = None,
+    kv_rounding: KvRounding = None,
+    memory: Annotated[str | None, typer.Option(metavar="BYTES", help="Memory to plan for, such as 141GB.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show a checkpoint's configuration, tensors and memory plan without loading weights."""
+    given = {
+        "dtype": dtype,
+        "max_model_len": max_model_len,
+        "max_num_seqs": max_num_seqs,
+        "block_size": block_size,
+        "kv_rounding": kv_rounding,
+    }
+    from deepinfer.entrypoints import commands
+    from deepinfer.entrypoints.inspection import inspect_checkpoint
+
+    settings = {name: value for name, value in given.items() if value is not None}
+    raise typer.Exit(commands.guarded(lambda: inspect_checkpoint(folder, settings, _bytes(memory), as_json)))
+
+
+@app.command("make-tiny")
+def make_tiny(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Where to write; created.")],
+    seed: Annotated[int, typer.Option(min=0, help="Of the random weights.")] = 0,
+    quant: Annotated[bool, typer.Option("--quant/--no-quant", help="Released storage formats, or bf16 alone.")] = True,
+    force: Annotated[bool, typer.Option("--force", help="Write into a folder that is not empty.")] = False,
+) -> None:
+    """Write a complete random DeepSeek-V4.1 checkpoint of toy size."""
+    from deepinfer.entrypoints import commands
+
+    raise typer.Exit(commands.guarded(lambda: commands.write_tiny(folder, seed, quant, force)))
+
+
+@app.command()
+def backends(as_json: AsJson = False) -> None:
+    """List the installed backends, and whether each can run here."""
+    from deepinfer.entrypoints import commands
+
+    raise typer.Exit(commands.guarded(lambda: commands.list_backends(as_json)))
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    import deepinfer
+
+    typer.echo(deepinfer.__version__)
+
+
+def main() -> None:
+    """Run the command line."""
+    sys.exit(app(standalone_mode=True))
+
+
+def _bytes(text: str | None) -> int | None:
+    try:
+        return None if text is None else parse_bytes(text)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error

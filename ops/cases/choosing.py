@@ -1,0 +1,377 @@
+"""Cases of index lists, index scores, candidate blocks and top-k."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Generator
+
+from deepinfer.ops.cases.common import (
+    FLOATS,
+    Poison,
+    cache_of,
+    cases_of,
+    far_stride,
+    integers,
+    mixed,
+    normal,
+    packed,
+    poison_page,
+    quantised,
+    rotary,
+    row_counts,
+    short,
+    tables,
+)
+from deepinfer.ops.formats import CacheKind
+from deepinfer.ops.spec import Case
+
+
+def build_swa_index_cases() -> Iterable[Case]:
+    """Windows of -1, 0 and +1 around the sequence and the page, freed pages, holes, several sequences."""
+
+    def make(gen: Generator, ends: tuple[int, ...], window: int, page: int, rows: int, freed: bool) -> dict[str, Any]:
+        lengths = tuple(min(rows, end) for end in ends)
+        meta = packed(lengths, ends)
+        columns = max([-(-end // page) for end in ends], default=1)
+        first = torch.zeros(len(ends), dtype=torch.int32)
+        if freed:
+            first = torch.tensor([max(0, (end - window - 2) // page) for end in ends], dtype=torch.int32)
+        return {
+            "positions": meta["positions"],
+            "row_to_seq": meta["row_to_seq"],
+            "window_tables": tables(gen, len(ends), columns, len(ends) * columns + 2, holes=False),
+            "window_first_page": first,
+            "window_page": page,
+            "window": window,
+        }
+
+    rows_of = ("positions", "row_to_seq")
+    base = {"rows": 5, "freed": False}
+    yield Case("MN-5 no rows", partial(make, ends=(0,), window=8, page=4, **base), "small", rows_of)
+    yield Case("MN-5 no sequences", partial(make, ends=(), window=8, page=4, **base), "small", rows_of)
+    for around in (-1, 0, 1):
+        for freed in (False, True):
+            tail = ", freed pages" if freed else ""
+            sizes = {"ends": (8 + around, 16 + around, 33, 1), "page": 4, "rows": 9, "freed": freed}
+            yield Case(f"length window {around:+d}{tail}", partial(make, window=8, **sizes), "small", rows_of)
+            sizes["ends"] = (7, 31, 33, 64)
+            yield Case(f"window page {around:+d}{tail}", partial(make, window=8 + around, **sizes), "small", rows_of)
+    yield Case("window of one", partial(make, ends=(5, 9), window=1, page=4, **base), "small", rows_of)
+
+    def holes(gen: Generator) -> dict[str, Any]:
+        args = make(gen, ends=(30, 17), window=16, page=4, rows=17, freed=False)
+        args["window_tables"][:, 2] = 0
+        return args
+
+    yield Case("MN-2 holes are -1, not slot 0", holes, "small", rows_of)
+    yield Case(
+        "model window", partial(make, ends=(4096, 700), window=128, page=32, rows=300, freed=True), "real", rows_of
+    )
+
+
+def build_dense_index_cases() -> Iterable[Case]:
+    """Nothing visible, everything visible, more columns than entries."""
+
+    def make(gen: Generator, rows: int, columns: int) -> dict[str, Any]:
+        return {"visible_lens": integers(gen, columns + 1, rows), "num_columns": columns}
+
+    for columns in (0, 1, 33):
+        names = ((f"{n}, {columns} columns", {"rows": r, "columns": columns}) for n, r in row_counts())
+        yield from cases_of(make, ("visible_lens",), names)
+
+
+def concat_index_cases() -> Iterable[Case]:
+    """Either side empty."""
+
+    def make(gen: Generator, rows: int, a: int, b: int) -> dict[str, Any]:
+        return {"first": integers(gen, 99, rows, a, low=-1), "second": integers(gen, 99, rows, b, low=-1)}
+
+    for a, b in ((3, 5), (0, 4), (4, 0)):
+        names = ((f"{n}, {a} and {b}", {"rows": r, "a": a, "b": b}) for n, r in row_counts())
+        yield from cases_of(make, ("first", "second"), names)
+
+
+def visible_lens_cases() -> Iterable[Case]:
+    """Every residue of the compress ratio."""
+
+    def make(gen: Generator, rows: int, ratio: int) -> dict[str, Any]:
+        return {"positions": torch.arange(1000 - rows, 1000, dtype=torch.int32), "ratio": ratio}
+
+    for ratio in (1, 2, 3, 4):
+        yield Case(
+            f"MN-4 64 consecutive positions, ratio {ratio}",
+            partial(make, rows=64, ratio=ratio),
+            "small",
+            ("positions",),
+        )
+        yield Case(
+            f"position 0, ratio {ratio}",
+            lambda gen, r=ratio: {"positions": torch.zeros(1).int(), "ratio": r},
+            "small",
+            ("positions",),
+        )
+    yield Case("MN-5 no rows", partial(make, rows=0, ratio=2), "small", ("positions",))
+
+
+def logical_to_slot_cases() -> Iterable[Case]:
+    """-1 anywhere, a whole row of -1, several sequences, slots close to 2^31."""
+
+    def make(gen: Generator, rows: int, topk: int, block: int, columns: int = 5, high: int = 0) -> dict[str, Any]:
+        indices = integers(gen, block * columns, rows, topk, low=-1)
+        indices[torch.rand(rows, topk, generator=gen) < 0.2] = -1
+        if rows > 1:
+            indices[1] = -1
+        table = tables(gen, 3, columns, 3 * columns + 1, holes=False)
+        if high:
+            table = table + (2**31 // block - 3 * columns - 2)
+        return {"indices": indices, "block_size": block, "block_table": table, "row_to_seq": integers(gen, 3, rows)}
+
+    rows_of = ("indices", "row_to_seq")
+    for block in (1, 4, 64):
+        names = ((f"{n}, blocks of {block}", {"rows": r, "topk": 9, "block": block}) for n, r in row_counts())
+        yield from cases_of(make, rows_of, names)
+    yield Case("no columns", partial(make, rows=4, topk=0, block=4), "small", rows_of)
+    yield Case("MN-3 slots close to 2^31", partial(make, rows=9, topk=9, block=64, high=1), "small", rows_of)
+    yield Case("model selection", partial(make, rows=256, topk=512, block=64, columns=40), "real", rows_of)
+
+
+def index_q_quant_cases() -> Iterable[Case]:
+    """Quantised and plain results, awkward rows."""
+
+    def make(
+        gen: Generator, rows: int, dtype: torch.dtype, fmt: str | None, heads: int = 3, dim: int = 64
+    ) -> dict[str, Any]:
+        return {
+            "q": mixed(gen, rows, heads, dim, dtype=dtype),
+            "positions": integers(gen, 100, rows),
+            "cos_sin": rotary(100, dim // 2),
+            "fmt": fmt,
+        }
+
+    for dtype in FLOATS:
+        for fmt in ("mxfp4", None):
+            names = (
+                (f"{n}, {short(dtype)} to {fmt or 'plain'}", {"rows": r, "dtype": dtype, "fmt": fmt})
+                for n, r in row_counts()
+            )
+            yield from cases_of(make, ("q", "positions"), names)
+    keywords = {"rows": 128, "dtype": torch.bfloat16, "fmt": "mxfp4", "heads": 32, "dim": 128}
+    yield Case("model heads", partial(make, **keywords), "real", ("q", "positions"))
+
+
+def _query(gen: Generator, rows: int, heads: int, dim: int, quant: bool) -> Any:
+    return quantised(gen, rows, heads, dim, fmt="mxfp4") if quant else normal(gen, rows, heads, dim)
+
+
+def index_logits_ragged_cases() -> Iterable[Case]:
+    """No keys, no visible keys, ragged starts and ends, negative weights, both rounding modes."""
+
+    def make(
+        gen: Generator, rows: int, keys: int, quant: bool, dtype: torch.dtype, heads: int = 4, dim: int = 32
+    ) -> dict[str, Any]:
+        starts = integers(gen, max(keys // 2, 1), rows)
+        ends = torch.minimum(starts + integers(gen, keys + 1, rows), torch.tensor(keys)).int()
+        return {
+            "q": _query(gen, rows, heads, dim, quant),
+            "k": quantised(gen, keys, dim, fmt="mxfp4") if quant else normal(gen, keys, dim),
+            "weights": normal(gen, rows, heads, dtype=dtype),
+            "starts": starts,
+            "ends": torch.maximum(starts, ends),
+        }
+
+    for quant in (False, True):
+        for dtype in FLOATS:
+            tail = f"{'mxfp4' if quant else 'f32'}, weights {short(dtype)}"
+            names = ((f"{n}, {tail}", {"rows": r, "keys": 37, "quant": quant, "dtype": dtype}) for n, r in row_counts())
+            yield from cases_of(make, (), names)
+    yield Case("no keys", partial(make, rows=3, keys=0, quant=True, dtype=torch.bfloat16))
+    keywords = {"rows": 64, "keys": 2048, "quant": True, "dtype": torch.bfloat16, "heads": 32, "dim": 128}
+    yield Case("model heads", partial(make, **keywords), "real")
+
+
+def _paged(
+    gen: Generator,
+    rows: int,
+    kind: CacheKind,
+    dtype: torch.dtype,
+    *,
+    heads: int = 4,
+    dim: int = 32,
+    records: int = 8,
+    columns: int = 5,
+    poison: Poison = "nan",
+    holes: bool = False,
+    page_stride: int | None = None,
+) -> dict[str, Any]:
+    sequences = 3
+    pages = sequences * columns + 1
+    table = tables(gen, sequences, columns, pages, holes=holes)
+    return {
+        "q": _query(gen, rows, heads, dim, kind == "index"),
+        "cache": cache_of(gen, kind, dim, pages, records, poison=poison, page_stride=page_stride),
+        "weights": normal(gen, rows, heads, dtype=dtype),
+        "visible": integers(gen, records * columns + 1, rows),
+        "block_table": table,
+        "row_to_seq": integers(gen, sequences, rows),
+    }
+
+
+PAGED_ROWS = ("q", "weights", "visible", "row_to_seq")
+
+
+def index_logits_paged_cases() -> Iterable[Case]:
+    """Nothing visible, a ragged last block, poison in page 0 and behind `visible`, offsets past 2^31."""
+
+    def make(gen: Generator, num_columns: int = 40, **keywords: Any) -> dict[str, Any]:
+        args = _paged(gen, **keywords)
+        args["visible"] = args["visible"].clamp(max=num_columns)
+        return {**args, "num_columns": num_columns}
+
+    for kind in ("index", "f32"):
+        for dtype in FLOATS:
+            tail = f"{kind}, weights {short(dtype)}"
+            names = ((f"{n}, {tail}", {"rows": r, "kind": kind, "dtype": dtype}) for n, r in row_counts())
+            yield from cases_of(make, PAGED_ROWS, names)
+    base = {"rows": 9, "kind": "index", "dtype": torch.bfloat16}
+    for columns in (0, 1, 39):
+        yield Case(f"{columns} columns", partial(make, num_columns=columns, **base), "small", PAGED_ROWS)
+
+    def behind(gen: Generator) -> dict[str, Any]:
+        args = make(gen, **base)
+        args["visible"].clamp_(max=16)
+        for page in args["block_table"][:, 2:].flatten().tolist():
+            poison_page(args["cache"], page, "nan")
+        return args
+
+    yield Case("NaN behind the visible keys", behind, "small", PAGED_ROWS)
+    yield Case("MN-3 page offsets past 2^31", partial(make, page_stride=far_stride(16), **base), "small", PAGED_ROWS)
+    keywords = {"heads": 32, "dim": 128, "records": 64, "columns": 32, "rows": 32, "num_columns": 2048}
+    yield Case("model heads", partial(make, kind="index", dtype=torch.bfloat16, **keywords), "real", PAGED_ROWS)
+
+
+def index_logits_blocks_cases() -> Iterable[Case]:
+    """Blocks of -1, duplicate blocks, the last block cut by `visible`, blocks behind it, poison in page 0."""
+
+    def make(gen: Generator, blocks: int, candidate: int = 4, **keywords: Any) -> dict[str, Any]:
+        args = _paged(gen, **keywords)
+        positions = args["block_table"].shape[1] * args["cache"].records
+        picked = integers(gen, positions // candidate, keywords["rows"], blocks).sort(1).values
+        picked[torch.rand(keywords["rows"], blocks, generator=gen) < 0.2] = -1
+        return {**args, "blocks": picked, "candidate_block": candidate}
+
+    rows_of = (*PAGED_ROWS, "blocks")
+    for kind in ("index", "f32"):
+        for dtype in FLOATS:
+            tail = f"{kind}, weights {short(dtype)}"
+            names = ((f"{n}, {tail}", {"rows": r, "kind": kind, "dtype": dtype, "blocks": 5}) for n, r in row_counts())
+            yield from cases_of(make, rows_of, names)
+    base = {"rows": 9, "kind": "index", "dtype": torch.bfloat16}
+    yield Case("no blocks", partial(make, blocks=0, **base), "small", rows_of)
+    yield Case("blocks of 3, not a divisor of a page", partial(make, blocks=4, candidate=3, **base), "small", rows_of)
+    yield Case(
+        "MN-3 page offsets past 2^31", partial(make, blocks=5, page_stride=far_stride(16), **base), "small", rows_of
+    )
+    keywords = {"heads": 32, "dim": 128, "records": 64, "columns": 32, "rows": 16, "blocks": 128, "candidate": 8}
+    yield Case("model pool", partial(make, kind="index", dtype=torch.bfloat16, **keywords), "real", rows_of)
+
+
+def block_max_cases() -> Iterable[Case]:
+    """No valid column, a ragged last block, NaN and -inf blocks, everything behind the length is NaN."""
+
+    def make(gen: Generator, rows: int, columns: int, block: int) -> dict[str, Any]:
+        logits, lens = normal(gen, rows, columns), integers(gen, columns + 1, rows)
+        for index, fill in enumerate((torch.nan, -torch.inf, torch.inf)):
+            if rows > 3 * index + 3 and columns > block:
+                logits[3 * index + 2, :block] = fill
+        logits[torch.arange(columns) >= lens[:, None]] = torch.nan
+        return {"logits": logits, "lens": lens, "block": block}
+
+    rows_of = ("logits", "lens")
+    for columns, block in ((32, 8), (37, 8), (5, 8), (7, 1)):
+        names = (
+            (f"{n}, {columns} by {block}", {"rows": r, "columns": columns, "block": block}) for n, r in row_counts()
+        )
+        yield from cases_of(make, rows_of, names)
+    yield Case("no columns", partial(make, rows=4, columns=0, block=8), "small", rows_of)
+    yield Case("model pool", partial(make, rows=64, columns=20000, block=8), "real", rows_of)
+
+
+def topk_select_cases() -> Iterable[Case]:
+    """Ties at the edge, all equal, NaN, -inf, both infinities, fewer columns than k, lengths of 0."""
+    rows_of = ("x", "lens")
+
+    def make(
+        gen: Generator, rows: int, columns: int, k: int, dtype: torch.dtype, dress: str = "plain"
+    ) -> dict[str, Any]:
+        x = normal(gen, rows, columns)
+        if dress == "ties":
+            x = integers(gen, 3, rows, columns).float() - 1
+        elif dress == "equal":
+            x = torch.full_like(x, -0.5)
+        elif dress == "zeros":
+            x = torch.where(torch.rand(rows, columns, generator=gen) < 0.5, 0.0, -0.0)
+        elif dress == "broken":
+            x[torch.rand(rows, columns, generator=gen) < 0.3] = torch.nan
+            x[torch.rand(rows, columns, generator=gen) < 0.3] = -torch.inf
+            x[torch.rand(rows, columns, generator=gen) < 0.05] = torch.inf
+        elif dress == "tiny":
+            x = x * 2.0**-140
+        lens = integers(gen, columns + 1, rows)
+        if rows > 3:
+            lens[0], lens[1], lens[2] = columns, 0, min(k, columns)
+        x[torch.arange(columns) >= lens[:, None]] = 1e30
+        return {"x": x.to(dtype), "k": k, "lens": lens}
+
+    for dtype in FLOATS:
+        names = ((f"{n}, {short(dtype)}", {"rows": r, "columns": 50, "k": 8, "dtype": dtype}) for n, r in row_counts())
+        yield from cases_of(make, rows_of, names)
+        for dress in ("ties", "equal", "zeros", "broken", "tiny"):
+            keywords = {"rows": 20, "columns": 70, "k": 16, "dtype": dtype, "dress": dress}
+            yield Case(f"{dress}, {short(dtype)}", partial(make, **keywords), "small", rows_of)
+    for columns, k in ((0, 4), (3, 8), (8, 8), (9, 8), (1, 1), (1025, 512)):
+        keywords = {"rows": 7, "columns": columns, "k": k, "dtype": torch.float32}
+        yield Case(f"{k} of {columns}", partial(make, **keywords), "small", rows_of)
+    for name, columns, k in (("selection", 32768, 512), ("pool", 4096, 2048)):
+        keywords = {"rows": 32, "columns": columns, "k": k, "dtype": torch.bfloat16, "dress": "ties"}
+        yield Case(f"model {name}", partial(make, **keywords), "real", rows_of)
+
+
+def blocks_to_positions_cases() -> Iterable[Case]:
+    """-1 anywhere."""
+
+    def make(gen: Generator, rows: int, k: int, blocks: int, block: int) -> dict[str, Any]:
+        indices = integers(gen, blocks * block, rows, k, low=-1).sort(1).values
+        indices[torch.rand(rows, k, generator=gen) < 0.2] = -1
+        chosen = integers(gen, 90, rows, blocks).sort(1).values
+        return {"indices": indices, "blocks": chosen, "block": block}
+
+    rows_of = ("indices", "blocks")
+    for block in (1, 8):
+        names = ((f"{n}, blocks of {block}", {"rows": r, "k": 7, "blocks": 5, "block": block}) for n, r in row_counts())
+        yield from cases_of(make, rows_of, names)
+    yield Case("model pool", partial(make, rows=64, k=512, blocks=2048, block=8), "real", rows_of)
+
+
+def uniform_lens_cases() -> Iterable[Case]:
+    """Nothing to count, and rows of anything."""
+
+    def make(gen: Generator, rows: int, value: int) -> dict[str, Any]:
+        return {"like": normal(gen, rows, 3), "value": value}
+
+    yield from cases_of(make, ("like",), ((n, {"rows": r, "value": 7}) for n, r in row_counts()))
+
+
+def concat_rows_cases() -> Iterable[Case]:
+    """Empty parts, one part, strided parts, every width."""
+
+    def make(gen: Generator, sizes: tuple[int, ...], dtype: torch.dtype) -> dict[str, Any]:
+        wide = [integers(gen, 99, size, 8, low=-1).to(dtype) for size in sizes]
+        return {"parts": tuple(part[:, ::2] for part in wide)}
+
+    for dtype in (torch.int32, torch.float32):
+        for name, sizes in (("MN-5 no rows", (0,)), ("one part", (5,)), ("ragged", (3, 0, 1, 6))):
+            yield Case(f"{name}, {str(dtype).removeprefix('torch.')}", partial(make, sizes=sizes, dtype=dtype))

@@ -1,0 +1,157 @@
+"""Cases of the model's ends: embedding, row selection, draft heads, and the correction of a planned step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Generator
+
+from deepinfer.ops.cases.common import FLOATS, cases_of, integers, mixed, normal, packed, row_counts, short, tables
+from deepinfer.ops.spec import Case
+
+
+def embedding_cases() -> Iterable[Case]:
+    """First and last ids, repeated ids, both storage types and both results."""
+
+    def make(gen: Generator, rows: int, weight: torch.dtype, out: torch.dtype) -> dict[str, Any]:
+        ids = integers(gen, 40, rows)
+        ids[: rows // 3] = 39
+        return {"weight": normal(gen, 40, 24, dtype=weight), "input_ids": ids, "out_dtype": out}
+
+    for weight in FLOATS:
+        for out in FLOATS:
+            tail = f"{short(weight)} to {short(out)}"
+            names = ((f"{n}, {tail}", {"rows": r, "weight": weight, "out": out}) for n, r in row_counts())
+            yield from cases_of(make, ("input_ids",), names)
+
+
+def gather_rows_cases() -> Iterable[Case]:
+    """No rows of many, repeated rows, one to three axes, every width of element."""
+
+    def make(gen: Generator, rows: int, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Any]:
+        x = integers(gen, 99, *shape).to(dtype)
+        if dtype.is_floating_point:
+            x = mixed(gen, *shape, dtype=dtype)
+        return {"x": x, "rows": integers(gen, shape[0], rows)}
+
+    for shape, dtype in (((9,), torch.int32), ((9, 7), torch.bfloat16), ((9, 4, 6), torch.float32)):
+        tail = f"{len(shape)} axes"
+        names = ((f"{n}, {tail}", {"rows": r, "shape": shape, "dtype": dtype}) for n, r in row_counts())
+        yield from cases_of(make, ("rows",), names)
+
+
+def markov_logits_cases() -> Iterable[Case]:
+    """Masked ids in the base, ragged vocabulary and rank."""
+
+    def make(gen: Generator, rows: int, ids: int, rank: int, dtype: torch.dtype, holes: bool = False) -> dict[str, Any]:
+        base = normal(gen, rows, ids, scale=4.0)
+        if holes:
+            base[:, ::3] = -torch.inf
+            base[3] = torch.nan
+        return {
+            "base": base,
+            "token_ids": integers(gen, ids, rows),
+            "embed": normal(gen, ids, rank, dtype=dtype),
+            "head": normal(gen, ids, rank, dtype=dtype, scale=rank**-0.5),
+        }
+
+    rows_of = ("base", "token_ids")
+    for dtype in FLOATS:
+        names = ((f"{n}, {short(dtype)}", {"rows": r, "ids": 37, "rank": 16, "dtype": dtype}) for n, r in row_counts())
+        yield from cases_of(make, rows_of, names)
+    yield Case("rank 7", partial(make, rows=9, ids=50, rank=7, dtype=torch.float32), "small", rows_of)
+    holes = partial(make, rows=9, ids=50, rank=16, dtype=torch.bfloat16, holes=True)
+    yield Case("masked and NaN rows", holes, "small", rows_of)
+    yield Case("model vocabulary", partial(make, rows=8, ids=129280, rank=256, dtype=torch.bfloat16), "real", rows_of)
+
+
+def draft_confidence_cases() -> Iterable[Case]:
+    """Confidences near 0 and 1, temperatures, awkward rows."""
+
+    def make(
+        gen: Generator, rows: int, dtype: torch.dtype, temperature: float, h: int = 48, r: int = 16
+    ) -> dict[str, Any]:
+        hidden = mixed(gen, rows, h, dtype=dtype) if rows > 2 else normal(gen, rows, h, dtype=dtype)
+        return {
+            "hidden": hidden,
+            "token_ids": integers(gen, 30, rows),
+            "embed": normal(gen, 30, r, dtype=torch.bfloat16),
+            "proj": normal(gen, 1, h + r, scale=(h + r) ** -0.5),
+            "temperature": temperature,
+        }
+
+    rows_of = ("hidden", "token_ids")
+    for dtype in FLOATS:
+        for temperature in (1.0, 0.1):
+            tail = f"{short(dtype)}, temperature {temperature}"
+            names = ((f"{n}, {tail}", {"rows": r, "dtype": dtype, "temperature": temperature}) for n, r in row_counts())
+            yield from cases_of(make, rows_of, names)
+    real = partial(make, rows=32, dtype=torch.bfloat16, temperature=1.0, h=5120, r=256)
+    yield Case("model width", real, "real", rows_of)
+
+
+def advance_step_cases() -> Iterable[Case]:
+    """Nothing accepted but the sampled token, everything accepted, new sequences between old ones, no drafts."""
+
+    def make(
+        gen: Generator,
+        lengths: tuple[int, ...],
+        drafts: int,
+        ratios: tuple[int, ...] = (1, 2),
+        known: bool = True,
+        padding: int = 0,
+    ) -> dict[str, Any]:
+        sequences = len(lengths)
+        before = sequences + 1
+        ends = tuple(40 + 7 * s + n for s, n in enumerate(lengths))
+        meta = packed(lengths, ends)
+        total = sum(lengths)
+        previous = torch.randperm(before, generator=gen)[:sequences].int()
+        previous[1::3] = -1
+        if not known:
+            previous[:] = -1
+        # a sequence that ran before was planned for one token and its drafts
+        accepted = integers(gen, drafts + 2, before, low=1)
+        row_to_seq = torch.cat((meta["row_to_seq"], torch.zeros(padding, dtype=torch.int32)))
+        block_size, window_page = 8, 4
+        columns = max(ends, default=8) // block_size + 1
+        pages = max(ends, default=8) // window_page + 1
+        first = torch.full((sequences,), 2, dtype=torch.int32)
+        rows = total + padding
+        return {
+            "input_ids": integers(gen, 100, rows),
+            "positions": torch.cat((meta["positions"], torch.full((padding,), 3, dtype=torch.int32))),
+            "seq_lens": torch.tensor(ends, dtype=torch.int32),
+            "window_slots": integers(gen, 50, rows, low=-1),
+            "ratio_slots": integers(gen, 50, len(ratios), rows, low=-1),
+            "cu_seqlens_q": meta["cu_seqlens_q"],
+            "row_to_seq": row_to_seq,
+            "previous": previous,
+            "planned": torch.full((before,), drafts + 1, dtype=torch.int32),
+            "accepted": accepted,
+            "sampled_ids": integers(gen, 100, before),
+            "draft_ids": integers(gen, 100, before, drafts),
+            "block_tables": tables(gen, sequences, columns, sequences * columns + 2, holes=False),
+            "block_size": block_size,
+            "window_tables": tables(gen, sequences, pages, sequences * pages + 2, holes=False),
+            "window_first_page": first,
+            "window_page": window_page,
+            "ratios": ratios,
+        }
+
+    yield Case("MN-5 no rows", partial(make, lengths=(), drafts=5))
+    yield Case("decode rows", partial(make, lengths=(1,) * 7, drafts=0))
+    for drafts in (1, 5):
+        rows = drafts + 1
+        yield Case(f"verify rows, {drafts} drafts", partial(make, lengths=(rows,) * 6, drafts=drafts))
+        yield Case(
+            f"fewer rows than drafts, {drafts} drafts", partial(make, lengths=(1, rows, 2, rows, 1), drafts=drafts)
+        )
+    yield Case("prefill between decode rows", partial(make, lengths=(1, 20, 1, 3), drafts=0))
+    yield Case("no sequence ran before", partial(make, lengths=(3, 1, 9), drafts=2, known=False))
+    for ratio in (1, 2, 4):
+        yield Case(f"ratio {ratio}", partial(make, lengths=(6,) * 5, drafts=5, ratios=(ratio,)))
+    yield Case("padding rows behind the last", partial(make, lengths=(6, 6, 1), drafts=5, padding=4))
