@@ -186,3 +186,7 @@ def _bytes(text: str | None) -> int | None:
         return None if text is None else parse_bytes(text)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
+
+
+if __name__ == "__main__":
+    main()

@@ -244,6 +244,8 @@ class PromptReader:
                 f"the reasoning used all {len(completion.token_ids)} tokens, so there is no answer; raise max_tokens, "
                 'lower reasoning_effort, or set thinking to {"type": "disabled"}'
             )
+        elif parsed.reasoning_truncated and completion.finish_reason == "stop":
+            note = "the model ended inside its reasoning, so there is no answer"
         return ChatMessage(
             content=parsed.content,
             reasoning_content=parsed.reasoning_content,

@@ -35,15 +35,25 @@ class Availability:
 class Plan(Protocol):
     """An op bound to static dimensions, ready to run many times.
 
-    Attributes:
-        scratch_bytes: contents undefined before and after a run; shared by all plans of a stream.
-        persistent_bytes: private to this plan, zeroed at bind, left zero by every run.
-        capturable: `run` allocates nothing, synchronises nothing and reads no device memory on the host.
+    Scratch has undefined contents before and after a run and is shared by all plans of a stream; persistent memory is
+    private to this plan, zeroed at bind and left zero by every run; a capturable plan's `run` allocates nothing,
+    synchronises nothing and reads no device memory on the host.
     """
 
-    scratch_bytes: int
-    persistent_bytes: int
-    capturable: bool
+    @property
+    def scratch_bytes(self) -> int:
+        """Bytes of scratch a run needs."""
+        ...
+
+    @property
+    def persistent_bytes(self) -> int:
+        """Bytes of persistent memory."""
+        ...
+
+    @property
+    def capturable(self) -> bool:
+        """Whether a run may be captured in a graph."""
+        ...
 
     def run(self, *inputs: Any, **options: Any) -> Any:
         """Run the op. `out=` and `scratch=` are passed when the plan is capturable."""

@@ -1,9 +1,11 @@
 import fcntl
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -392,3 +394,64 @@ def test_a_lock_dies_with_its_process(output) -> None:
     process.kill()
     process.communicate()
     ResultFile(output).close()
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory) -> Path:
+    from deepinfer.models.deepseek_v41_flash.make_tiny import make_tiny
+
+    folder = tmp_path_factory.mktemp("checkpoint") / "tiny"
+    make_tiny(folder, seed=1, quant=False)
+    return folder
+
+
+def check_killed_runs(source: Path, output: Path, tiny: Path, num_items: int, kills: int, seed: int) -> None:
+    """Start the real command and kill it at a random moment, `kills` times, then let it end."""
+    command = [sys.executable, "-m", "deepinfer.entrypoints.cli", "run", source, "-o", output, "--model", tiny]
+    command += ["--dtype", "float32", "--max-num-seqs", "4", "--num-threads", "1"]
+    rng = random.Random(seed)
+    num_lines = 0
+    for _ in range(kills):
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        size = output.stat().st_size if output.exists() else 0
+        while process.poll() is None and (not output.exists() or output.stat().st_size <= size):
+            time.sleep(0.005)  # the time before the first result is spent on imports; most kills belong after it
+            if rng.random() < 0.0002:
+                break
+        time.sleep(rng.random() * 0.3)
+        process.kill()
+        process.wait()
+        whole = output.read_bytes().split(b"\n")[:-1] if output.exists() else []
+        assert len([json.loads(line) for line in whole]) >= num_lines
+        num_lines = len(whole)
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    ids = [json.loads(line)["custom_id"] for line in output.read_bytes().splitlines()]
+    assert sorted(ids) == sorted(str(i) for i in range(num_items))
+
+
+@pytest.mark.parametrize(
+    ("num_items", "kills"), [(40, 2), pytest.param(120, 20, marks=[pytest.mark.slow, pytest.mark.timeout(900)])]
+)
+def test_killed_commands_lose_and_double_nothing(output, write_input, lines, tiny, num_items, kills) -> None:
+    source = write_input([lines.chat(str(i), f"number {i}", max_tokens=12) for i in range(num_items)])
+    check_killed_runs(source, output, tiny, num_items, kills, seed=num_items)
+
+
+def test_a_resumed_run_gives_the_answers_of_an_unbroken_one(output, write_input, lines, tiny, tmp_path) -> None:
+    from deepinfer.entrypoints.llm import LLM
+
+    source = write_input([lines.chat(str(i), f"number {i}", max_tokens=6, temperature=1) for i in range(6)])
+    whole = tmp_path / "whole.jsonl"
+    for path, limits in ((whole, (None,)), (output, (2, 5, None))):
+        for limit in limits:
+            with LLM(tiny, dtype="float32", max_num_seqs=3) as llm:
+                results = ResultFile(path)
+                BatchRunner(llm, source, results, limit=limit).run()
+                results.close()
+
+    def answers(path):
+        records = by_id([json.loads(line) for line in path.read_bytes().splitlines()])
+        return {k: (r["response"]["body"]["choices"], r["response"]["body"]["seed"]) for k, r in records.items()}
+
+    assert answers(output) == answers(whole)

@@ -5,10 +5,11 @@ import pytest
 import torch
 
 from deepinfer.core.config import EngineConfig
-from deepinfer.core.errors import ConfigError
+from deepinfer.core.errors import ConfigError, RequestError
 from deepinfer.core.sampling_params import SamplingParams
 from deepinfer.entrypoints.llm import LLM
 from deepinfer.entrypoints.prompts import ChatOutput
+from deepinfer.testing.puppet import PuppetModel
 
 HI = [{"role": "user", "content": "Hi"}]
 FOUR = SamplingParams(max_tokens=4)
@@ -281,3 +282,117 @@ def test_progress_is_shown_when_asked_for(make_llm, capsys) -> None:
     assert "2/2 requests, 8 tokens" in capsys.readouterr().err
     make_llm().generate(["a", "b"], FOUR)
     assert capsys.readouterr().err == ""
+
+
+# The same through the real engine, with a puppet and with a small random checkpoint.
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    from deepinfer.models.deepseek_v41_flash.make_tiny import make_tiny
+
+    folder = tmp_path_factory.mktemp("checkpoint") / "tiny"
+    make_tiny(folder, seed=1, quant=False)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def real(tiny):
+    with LLM(tiny, dtype="float32", max_model_len=256, max_num_seqs=4, seed=5) as llm:
+        yield llm
+
+
+def count_up(token_ids):
+    """Logits that are best for the next number."""
+    return [10.0 if token == (token_ids[-1] + 1) % 32 else 0.0 for token in range(32)]
+
+
+def test_a_puppet_runs_without_a_tokenizer() -> None:
+    with LLM(PuppetModel(32, count_up, eos_token_ids=(9,)), num_kv_blocks=16) as llm:
+        results = llm.generate([[1, 2], [20], [], [40]], SamplingParams(temperature=0, max_tokens=9))
+        assert [r.outputs[0].token_ids if r.outputs else None for r in results] == [
+            [3, 4, 5, 6, 7, 8, 9],
+            list(range(21, 30)),
+            None,
+            None,
+        ]
+        assert [r.error.code if r.error else None for r in results] == [
+            None,
+            None,
+            "empty_prompt",
+            "token_out_of_range",
+        ]
+        assert llm.stats.num_generated_tokens == 16
+        logits = llm.logits([3, 4])
+        assert logits.dtype == torch.float32 and logits.argmax(-1).tolist() == [4, 5]
+
+
+def test_two_engines_in_one_process_do_not_meet() -> None:
+    down = PuppetModel(32, lambda ids: [10.0 if t == (ids[-1] - 1) % 32 else 0.0 for t in range(32)])
+    with LLM(PuppetModel(32, count_up), num_kv_blocks=4) as one, LLM(down, num_kv_blocks=9, max_num_seqs=1) as two:
+        greedy = SamplingParams(temperature=0, max_tokens=4)
+        stream = one.stream([5], greedy)
+        next(stream)
+        assert two.generate([[5], [9]], greedy)[1].outputs[0].token_ids == [8, 7, 6, 5]
+        assert [p.outputs[0].token_ids for p in stream][-1] == [6, 7, 8, 9]
+
+
+def test_hundred_prompts_with_one_too_long(real) -> None:
+    prompts = [f"prompt number {i}" for i in range(100)]
+    prompts[57] = "x " * 300
+    results = real.generate(prompts, SamplingParams(max_tokens=2))
+    assert [r.prompt for r in results] == prompts
+    assert [i for i, r in enumerate(results) if r.error] == [57]
+    assert results[57].error.code == "prompt_too_long" and "256" in results[57].error.message
+
+
+def test_max_tokens_zero_scores_the_prompt_only(real) -> None:
+    (result,) = real.generate("Hello there", SamplingParams(max_tokens=0, prompt_logprobs=2))
+    assert result.outputs[0].token_ids == [] and result.outputs[0].text == ""
+    assert len(result.prompt_logprobs) == len(result.prompt_token_ids)
+
+
+def test_stream_gives_the_text_of_generate(real) -> None:
+    params = SamplingParams(temperature=1, seed=3, max_tokens=24)
+    (whole,) = real.generate("The sea is", params)
+    pieces = list(real.stream("The sea is", params))
+    assert "".join(p.delta for p in pieces) == whole.outputs[0].text
+    assert pieces[-1].outputs[0].token_ids == whole.outputs[0].token_ids
+
+
+def test_a_result_can_be_repeated_with_the_seed_it_names(real) -> None:
+    (first,) = real.generate("The sea is", SamplingParams(max_tokens=12))
+    (again,) = real.generate("The sea is", SamplingParams(max_tokens=12, seed=first.seed))
+    assert again.outputs[0].token_ids == first.outputs[0].token_ids
+    seeds = {r.seed for r in real.generate(["a"] * 16, SamplingParams(max_tokens=1))}
+    assert len(seeds) == 16
+
+
+def test_logits_agree_whichever_way_the_prompt_runs(real) -> None:
+    ids = list(range(3, 60))
+    whole = real.logits(ids)
+    assert whole.shape == (57, real.session.engine.model.info.vocab_size)
+    for options in ({"chunk_size": 1}, {"chunk_size": 7}, {"decode_from": 28}):
+        assert torch.equal(real.logits(ids, **options), whole), options
+    for bad in ({"chunk_size": 0}, {"decode_from": 0}):
+        with pytest.raises(RequestError, match="at least 1"):
+            real.logits(ids, **bad)
+    with pytest.raises(RequestError, match="empty"):
+        real.logits([])
+
+
+def test_conversations_run(real) -> None:
+    results = real.chat([HI, [{"role": "user", "content": ""}]], SamplingParams(max_tokens=8, seed=1), thinking=False)
+    assert [r.error for r in results] == [None, None]
+    assert all(r.reasoning_content is None for r in results)
+    (result,) = real.chat(HI, SamplingParams(max_tokens=8, seed=1))
+    assert result.reasoning_content is not None
+
+
+def test_closing_a_stream_frees_its_blocks(real) -> None:
+    free = real.stats.num_free_blocks
+    stream = real.stream(["a", "b"], SamplingParams(max_tokens=100))
+    next(stream)
+    assert real.stats.num_free_blocks < free
+    stream.close()
+    assert real.stats.num_free_blocks == free

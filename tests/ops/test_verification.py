@@ -85,9 +85,7 @@ def test_a_broken_row_ends_its_request_and_no_other(mode):  # SA-5
     plain = one_by_one(torch.zeros(4, 5), 1.0, seed=0), one_by_one(torch.zeros(4, 5), 1.0, seed=1)
     drafts = torch.tensor([*plain[0][:3], -1, *plain[1][:3], -1]).int()
     draft_logits = torch.zeros(8, 5)  # equal to the target: rejection keeps every draft, too
-    count, tokens = verify(
-        logits, packed([4, 4]), drafts, *filters(2), *keys(2), mode=mode, draft_logits=draft_logits
-    )
+    count, tokens = verify(logits, packed([4, 4]), drafts, *filters(2), *keys(2), mode=mode, draft_logits=draft_logits)
     assert count.tolist() == [2, 4]
     assert tokens.tolist() == [plain[0][0], -1, -1, -1, *plain[1]]
 
@@ -131,7 +129,7 @@ def test_results_do_not_depend_on_later_drafts(mode):
 
 
 def test_rejection_emits_the_target_distribution():
-    n, num_ids = 20_000, 5
+    n, num_ids = 600, 5  # the CPU kernels repeat this with more
     target, drafted = torch.tensor([1.0, 0.0, -1.0, 0.5, -2.0]), torch.tensor([0.0, 1.0, 0.0, -1.0, -3.0])
     seeds, index, choice = keys(n)
     drafts = sample(drafted.expand(n, num_ids), *filters(n), seeds, index, choice, Purpose.DRAFT, index)
@@ -151,20 +149,20 @@ def test_rejection_emits_the_target_distribution():
     counts = torch.bincount(tokens[::2].long(), minlength=num_ids).double()
     assert float(((counts - p * n) ** 2 / (p * n)).sum()) < 30  # 4 degrees of freedom: p < 1e-5
     accepted = float((count == 2).double().mean())
-    assert abs(accepted - float(torch.minimum(p, q).sum())) < 0.015
+    assert abs(accepted - float(torch.minimum(p, q).sum())) < 0.09
     second = tokens[1::2][count == 2]
     counts = torch.bincount(second.long(), minlength=num_ids).double()
     assert float(((counts - p * len(second)) ** 2 / (p * len(second))).sum()) < 30
 
 
 def test_coupled_acceptance_is_what_the_design_says():
-    n, num_ids = 50_000, 5
+    n, num_ids = 20_000, 5
     target, drafted = torch.tensor([1.0, 0.0, -1.0, 0.5, -2.0]), torch.tensor([0.0, 1.0, 0.0, -1.0, -3.0])
     a = sample(target.expand(n, num_ids), *filters(n), *keys(n))
     b = sample(drafted.expand(n, num_ids), *filters(n), *keys(n))
     p, q = target.softmax(0), drafted.softmax(0)
     ratios = torch.maximum(p[None, :] / p[:, None], q[None, :] / q[:, None])
-    assert abs(float((a == b).double().mean()) - float((1 / ratios.sum(1)).sum())) < 0.01
+    assert abs(float((a == b).double().mean()) - float((1 / ratios.sum(1)).sum())) < 0.02
 
 
 def test_rejection_of_a_draft_outside_the_vocabulary_draws_from_the_target():

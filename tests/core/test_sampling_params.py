@@ -1,0 +1,182 @@
+from __future__ import annotations
+
+import dataclasses
+import math
+import pickle
+
+import numpy as np
+import pytest
+
+from deepinfer.core.errors import RequestError
+from deepinfer.core.sampling_params import (
+    UNSUPPORTED_YET,
+    InvalidParameterError,
+    SamplingParams,
+    UnsupportedParameterError,
+)
+
+VOCAB = 128
+
+
+def test_defaults_ask_for_nothing_unusual():
+    params = SamplingParams()
+    params.validate(VOCAB)
+    assert (params.temperature, params.top_p, params.top_k, params.min_p) == (1.0, 1.0, -1, 0.0)
+    assert params.max_tokens == 16 and params.seed is None and params.logprobs is None and not params.greedy
+
+
+def test_supported_parameters_pass():
+    SamplingParams(
+        temperature=0.7,
+        top_p=0.9,
+        top_k=40,
+        min_p=0.05,
+        seed=2**64 - 1,
+        max_tokens=0,
+        stop_token_ids=[0, 127],
+        ignore_eos=True,
+        logprobs=5,
+        prompt_logprobs=0,
+        skip_special_tokens=False,
+    ).validate(VOCAB)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "right"),
+    [
+        ("temperature", -0.1, "0 \\(greedy\\) or a positive number"),
+        ("temperature", math.nan, "positive number"),
+        ("temperature", math.inf, "positive number"),
+        ("temperature", True, "positive number"),
+        ("temperature", "1", "positive number"),
+        ("temperature", None, "positive number"),
+        ("top_p", 0.0, "above 0 and at most 1"),
+        ("top_p", 1.01, "above 0 and at most 1"),
+        ("top_p", math.nan, "above 0 and at most 1"),
+        ("top_k", -2, "-1 or 0 for off"),
+        ("top_k", 5.0, "-1 or 0 for off"),
+        ("top_k", True, "-1 or 0 for off"),
+        ("min_p", -0.01, "from 0 to 1"),
+        ("min_p", 1.5, "from 0 to 1"),
+        ("seed", -1, "from 0 to 2\\^64 - 1"),
+        ("seed", 2**64, "from 0 to 2\\^64 - 1"),
+        ("seed", 1.0, "from 0 to 2\\^64 - 1"),
+        ("max_tokens", -1, "at least 0"),
+        ("max_tokens", None, "at least 0"),
+        ("max_tokens", False, "at least 0"),
+        ("min_tokens", 17, "from 0 to max_tokens, which is 16"),
+        ("n", 0, "at least 1"),
+        ("logprobs", -1, "at least 0"),
+        ("logprobs", True, "at least 0"),
+        ("prompt_logprobs", -1, "at least 0"),
+        ("presence_penalty", 2.1, "from -2 to 2"),
+        ("frequency_penalty", math.nan, "from -2 to 2"),
+        ("repetition_penalty", 0.0, "above 0"),
+        ("stop_token_ids", 5, "a list of token ids"),
+        ("stop_token_ids", [True], "a list of token ids"),
+        ("stop_token_ids", ["1"], "a list of token ids"),
+        ("stop", [""], "non-empty strings"),
+        ("stop", 3, "non-empty strings"),
+        ("logit_bias", [1], "a mapping"),
+        ("ignore_eos", 1, "True or False"),
+        ("skip_special_tokens", None, "True or False"),
+    ],
+)
+def test_impossible_values_are_refused_by_name_value_and_remedy(field, value, right):
+    with pytest.raises(InvalidParameterError, match=f"^invalid_parameter: {field} must be .*{right}") as caught:
+        SamplingParams(**{field: value})
+    assert repr(value) in str(caught.value)
+    assert isinstance(caught.value, RequestError) and isinstance(caught.value, ValueError)
+
+
+@pytest.mark.parametrize("bias", [{3: math.nan}, {3: math.inf}, {"x": 1.0}, {1.5: 1.0}, {3: True}])
+def test_biases_that_are_not_finite_numbers_of_ids_are_refused(bias):
+    with pytest.raises(InvalidParameterError, match="logit_bias must map token ids to finite numbers"):
+        SamplingParams(logit_bias=bias)
+
+
+@pytest.mark.parametrize("token_id", [VOCAB, -1])
+@pytest.mark.parametrize("field", ["stop_token_ids", "allowed_token_ids", "logprob_token_ids"])
+def test_ids_outside_the_vocabulary_are_refused_at_submit(field, token_id):  # SA-8
+    with pytest.raises(InvalidParameterError, match=rf"{field}\[1\] has id {token_id}; .* 0 to 127"):
+        SamplingParams(**{field: [3, token_id]}).validate(VOCAB)
+
+
+@pytest.mark.parametrize("key", [VOCAB, -1, "128"])
+def test_a_bias_outside_the_vocabulary_is_refused_at_submit(key):  # SA-7
+    with pytest.raises(InvalidParameterError, match=f"logit_bias has id {key}; "):
+        SamplingParams(logit_bias={key: 1.0}).validate(VOCAB)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("n", 2),
+        ("min_tokens", 1),
+        ("stop", "\n"),
+        ("stop", ["a", "b"]),
+        ("include_stop_str_in_output", True),
+        ("detokenize", False),
+        ("presence_penalty", 0.5),
+        ("frequency_penalty", -2),
+        ("repetition_penalty", 1.1),
+        ("logit_bias", {3: 1.0}),
+        ("allowed_token_ids", [1]),
+        ("bad_words", ["x"]),
+        ("logprob_token_ids", [1]),
+    ],
+)
+def test_what_does_not_run_yet_is_refused_by_name_and_never_ignored(field, value):  # D-2, SA-6
+    with pytest.raises(UnsupportedParameterError, match=rf"{field}=.* is not supported yet") as caught:
+        SamplingParams(**{field: value}).validate(VOCAB)
+    assert caught.value.code == "unsupported_parameter"
+
+
+def test_every_unsupported_field_exists_and_defaults_to_a_neutral_value():
+    params = SamplingParams()
+    assert all(getattr(params, name) in neutral for name, neutral in UNSUPPORTED_YET.items())
+
+
+@pytest.mark.parametrize(
+    "neutral",
+    [{"stop": []}, {"stop": None}, {"logit_bias": {}}, {"bad_words": []}, {"repetition_penalty": 1}, {"n": 1}],
+)
+def test_neutral_values_of_what_does_not_run_yet_pass(neutral):
+    SamplingParams(**neutral).validate(VOCAB)
+
+
+def test_zero_tokens_mean_zero():  # D-1
+    assert SamplingParams(max_tokens=0).max_tokens == 0
+
+
+def test_more_logprobs_than_the_vocabulary_are_fine():  # SA-4
+    SamplingParams(logprobs=VOCAB + 1, prompt_logprobs=10**9).validate(VOCAB)
+
+
+@pytest.mark.parametrize(("temperature", "greedy"), [(0, True), (9e-6, True), (1e-5, False), (1, False)])
+def test_tiny_temperatures_are_greedy_as_in_vllm(temperature, greedy):
+    assert SamplingParams(temperature=temperature).greedy is greedy
+
+
+def test_numbers_of_numpy_are_numbers():
+    params = SamplingParams(temperature=np.float32(0.5), top_k=np.int64(3), stop_token_ids=np.arange(2).tolist())
+    assert type(params.temperature) is float and type(params.top_k) is int
+
+
+def test_lists_are_copied_and_the_object_does_not_change():
+    ids = [1, 2]
+    params = SamplingParams(stop_token_ids=ids)
+    ids.append(3)
+    assert params.stop_token_ids == (1, 2)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        params.temperature = 0.5
+    assert dataclasses.replace(params, temperature=0.5).stop_token_ids == (1, 2)
+
+
+def test_params_and_errors_cross_process_boundaries():
+    params = SamplingParams(logit_bias={"3": 1}, seed=7)
+    assert pickle.loads(pickle.dumps(params)) == params
+    with pytest.raises(InvalidParameterError) as caught:
+        SamplingParams(top_p=0)
+    copy = pickle.loads(pickle.dumps(caught.value))
+    assert type(copy) is InvalidParameterError and str(copy) == str(caught.value)
