@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 
 import numpy as np
+
 from deepinfer.core.kv_blocks import KVBlockManager
 from deepinfer.core.step_buffers import Int32Array, StepBuffers
 

@@ -10,13 +10,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
+
 from deepinfer.core.errors import ConfigError
 from deepinfer.models.interface import CacheSpec, RecordSpec
 from deepinfer.ops.formats import PagedCache
 from deepinfer.ops.kv import copy_blocks
 from deepinfer.ops.registry import OpTable
 from deepinfer.ops.runtime import Runtime
-from torch import Tensor
 
 _ALIGN = 64  # bytes; records of every kind start on a cache line
 

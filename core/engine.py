@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+
 from deepinfer.core.caches import CacheStore, pool_row_bytes
 from deepinfer.core.config import EngineConfig
 from deepinfer.core.errors import ConfigError, RequestError

@@ -10,12 +10,13 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import Tensor
+
 from deepinfer.core.caches import CacheStore
 from deepinfer.core.kv_blocks import KVBlockManager
 from deepinfer.core.step_buffers import Int32Array, StepBuffers, StepMetadata
 from deepinfer.models.interface import Model, StepBatch, Tap
 from deepinfer.ops.runtime import Runtime
-from torch import Tensor
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ import math
 from typing import Literal, NamedTuple
 
 import numpy as np
+
 from deepinfer.core._native import KVPool, PoolExhaustedError
 from deepinfer.core.errors import ConfigError, OutOfBlocksError
 from deepinfer.core.step_buffers import Int32Array

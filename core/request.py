@@ -5,10 +5,11 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
+from torch import Tensor
+
 from deepinfer.core.detokenizer import IncrementalDetokenizer
 from deepinfer.core.outputs import CompletionOutput, Logprob, RequestOutput, RequestTimings
 from deepinfer.core.sampling_params import SamplingParams
-from torch import Tensor
 
 
 @dataclass

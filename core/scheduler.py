@@ -11,6 +11,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 import numpy as np
+
 from deepinfer.core.kv_blocks import KVBlockManager
 from deepinfer.core.request import Request
 from deepinfer.core.step_buffers import Int32Array

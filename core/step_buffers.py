@@ -9,8 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from deepinfer.core._native import KVPool, StepArrays
 from numpy.typing import NDArray
+
+from deepinfer.core._native import KVPool, StepArrays
 
 Int32Array = NDArray[np.int32]
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 import torch
+
 from deepinfer.models.errors import ConfigError
 from deepinfer.models.interface import Model, Vocabulary
 from deepinfer.ops.registry import OpTable

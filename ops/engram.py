@@ -146,4 +146,5 @@ def engram_gate(
     gate = torch.copysign(dot.abs().clamp(min=1e-6).sqrt(), dot).sigmoid()
     if blocked is not None:
         gate = torch.where(blocked[:, None], 0.0, gate)
-    return (wide + gate[..., None] * value[:, None]).to(h.dtype)
+    out: Tensor = wide + gate[..., None] * value[:, None]
+    return out.to(h.dtype)

@@ -39,7 +39,8 @@ def ue8m0_value(scale: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """2^(byte - 127); byte 255 is NaN, byte 0 is 2^-127."""
     byte = scale.to(torch.int32)
     bits = torch.where(byte == 0, 0x00400000, byte << 23)  # 2^-127 is subnormal in float32
-    return torch.where(byte == _NAN_SCALE, torch.nan, bits.view(torch.float32)).to(dtype)
+    value: Tensor = torch.where(byte == _NAN_SCALE, torch.nan, bits.view(torch.float32))
+    return value.to(dtype)
 
 
 def e4m3_value(code: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -60,14 +61,15 @@ def unpack_nibbles(data: Tensor) -> Tensor:
 
 def pack_nibbles(codes: Tensor) -> Tensor:
     """[..., 2N] codes to [..., N] bytes."""
-    low, high = codes.unflatten(-1, (-1, 2)).unbind(-1)
-    return low | (high << 4)
+    pairs: Tensor = codes.unflatten(-1, (-1, 2))
+    return pairs[..., 0] | (pairs[..., 1] << 4)
 
 
 def _group_amax(x: Tensor, group: int) -> Tensor:
     pad = -x.shape[-1] % group
     grouped = torch.nn.functional.pad(x.abs(), (0, pad)).unflatten(-1, (-1, group))
-    return grouped.amax(-1) if grouped.numel() else grouped.new_zeros(grouped.shape[:-1])
+    amax: Tensor = grouped.amax(-1) if grouped.numel() else grouped.new_zeros(grouped.shape[:-1])
+    return amax
 
 
 def _spread(scale: Tensor, group: int, width: int) -> Tensor:

@@ -35,7 +35,7 @@ def discover_backends() -> dict[str, Backend]:
         try:
             backend = entry.load()
         except Exception as error:
-            raise BackendUnavailableError(f"backend entry point {entry.name} = {entry.value} failed: {error}") from error
+            raise BackendUnavailableError(f"entry point {entry.name} = {entry.value} failed: {error}") from error
         if not isinstance(backend, Backend):
             raise BackendUnavailableError(f"backend entry point {entry.name} = {entry.value} is not a Backend")
         found[backend.name] = backend

@@ -26,7 +26,7 @@ from deepinfer.ops.formats import QTensor, QuantFormat
 def moe_gate(
     logits: Tensor, bias: Tensor, image_bias: Tensor | None, image_mask: Tensor | None, k: int, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """k passes over the affinities of a row."""
+    """K passes over the affinities of a row."""
     logits, bias = floats(logits), floats(bias)
     if image_bias is not None:
         image_bias = floats(image_bias)

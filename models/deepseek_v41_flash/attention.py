@@ -8,7 +8,15 @@ from deepinfer.models.deepseek_v41_flash.caches import kv_name, window_name
 from deepinfer.models.deepseek_v41_flash.compressor import Compressor
 from deepinfer.models.deepseek_v41_flash.config import TextConfig
 from deepinfer.models.deepseek_v41_flash.indexer import Indexer
-from deepinfer.models.deepseek_v41_flash.linear import Linear, Norm, Numerics, Rows, place, place_weight, wants_quantised
+from deepinfer.models.deepseek_v41_flash.linear import (
+    Linear,
+    Norm,
+    Numerics,
+    Rows,
+    place,
+    place_weight,
+    wants_quantised,
+)
 from deepinfer.models.deepseek_v41_flash.step import StepContext
 from deepinfer.models.deepseek_v41_flash.weights import LayerWeights
 from deepinfer.ops.attention import sparse_attn

@@ -12,7 +12,7 @@ from deepinfer.models.deepseek_v41_flash.config import TextConfig
 from deepinfer.models.deepseek_v41_flash.linear import Linear, Numerics, Rows
 from deepinfer.models.deepseek_v41_flash.step import StepContext, row_slices
 from deepinfer.models.deepseek_v41_flash.weights import IndexerWeights
-from deepinfer.ops.formats import QTensor
+from deepinfer.ops.formats import QTensor, QuantFormat
 from deepinfer.ops.index import (
     block_max,
     blocks_to_positions,
@@ -44,7 +44,7 @@ class Indexer:
         self.makes_pool = layer == config.candidate_source_layer_id
         self.reads_pool = 0 <= config.candidate_source_layer_id < layer
         self._cos_sin = cos_sin
-        self._fmt = "mxfp4" if numerics.kv_rounding else None
+        self._fmt: QuantFormat | None = "mxfp4" if numerics.kv_rounding else None
         scale = self.dim**-0.5 * self.heads**-0.5
         self._wq_b = Linear(ops, weights.wq_b, numerics)
         self._head_weights = Linear(ops, weights.weights_proj, numerics, out_scale=scale)

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Generator, Tensor
+
 from deepinfer.conformance.values import plain_leaves, transform
 from deepinfer.ops.formats import QTensor
 from deepinfer.ops.spec import Case, OpSpec
-from torch import Generator, Tensor
 
 Arguments = dict[str, Any]
 Rows = dict[str, Tensor]

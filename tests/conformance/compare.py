@@ -12,10 +12,11 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
+
 from deepinfer.conformance.values import cache_parts, first_difference, settle_codes
 from deepinfer.ops.formats import PagedCache, QTensor
 from deepinfer.ops.spec import Tolerance
-from torch import Tensor
 
 EDGES = (0.0, 1e-4, 1e-3, 1e-2, 0.1, 0.25, 0.5, 1.0)
 """Upper edges of the error histogram, as shares of the tolerance; the last bin is beyond it."""

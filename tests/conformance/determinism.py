@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+
 from deepinfer.conformance.batches import CHUNKS, STATE, Arguments, RowBatch, Rows, Variant, batch_of
 from deepinfer.conformance.results import Check
 from deepinfer.conformance.values import first_difference, plain_leaves, same_bits

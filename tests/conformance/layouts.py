@@ -9,10 +9,11 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
+
 from deepinfer.conformance.values import transform
 from deepinfer.ops.formats import PagedCache, QTensor
 from deepinfer.ops.spec import OpSpec
-from torch import Tensor
 
 
 def layout_variants(op: OpSpec[..., Any], args: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
+
 from deepinfer.conformance.batches import Arguments
 from deepinfer.conformance.compare import compare
 from deepinfer.conformance.determinism import check_batches, check_repeat
@@ -23,7 +25,6 @@ from deepinfer.conformance.subject import SPARE_BYTES, Subject
 from deepinfer.conformance.values import HUGE_BYTES, copied, extent, snapshot, transform, walk
 from deepinfer.ops.contract import check_arguments
 from deepinfer.ops.spec import Case, OpSpec, Tolerance
-from torch import Tensor
 
 REFERENCE_FLOAT = Tolerance(2e-4, 2e-5, off_by_one=5e-3, why="float32 against float64, sums of a few hundred terms")
 SLOW_FACTOR, SLOW_SECONDS = 10.0, 0.2

@@ -6,12 +6,13 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
+from torch import Generator, Tensor
+
 from deepinfer.conformance.batches import STATE, Arguments, Part, RowBatch, Rows, Variant, join_rows, select_rows
 from deepinfer.conformance.values import transform
 from deepinfer.ops.formats import QTensor
 from deepinfer.ops.moe import DispatchHandle
 from deepinfer.ops.spec import Case, OpSpec
-from torch import Generator, Tensor
 
 Span = tuple[int, int, int]
 """A run of rows: sequence, first row, one past the last (rows of the original batch)."""

@@ -13,12 +13,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
+
 from deepinfer.conformance.values import copied, extent, place, transform, walk
 from deepinfer.ops.backend import Backend, BindContext, Dims, Implementation, Plan
 from deepinfer.ops.registry import OpTable
 from deepinfer.ops.runtime import Runtime
 from deepinfer.ops.spec import OpSpec
-from torch import Tensor
 
 Arguments = dict[str, Any]
 SPARE_BYTES = 8 << 30

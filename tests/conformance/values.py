@@ -11,8 +11,9 @@ from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 import torch
-from deepinfer.ops.formats import PagedCache, QTensor
 from torch import Tensor
+
+from deepinfer.ops.formats import PagedCache, QTensor
 
 HUGE_BYTES = 1 << 26
 """Tensors above this size are compared at a sample of rows, so that lazily committed memory stays uncommitted."""

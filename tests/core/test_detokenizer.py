@@ -3,10 +3,11 @@
 from pathlib import Path
 
 import pytest
-from deepinfer.core.detokenizer import IncrementalDetokenizer
-from deepinfer.core.tokenizer import Tokenizer
 from hypothesis import example, given
 from hypothesis import strategies as st
+
+from deepinfer.core.detokenizer import IncrementalDetokenizer
+from deepinfer.core.tokenizer import Tokenizer
 
 TOKENIZER = Tokenizer.from_dir(Path(__file__).parent.parent / "data")
 BYTE_IDS = {TOKENIZER.id_to_bytes(i): i for i in range(TOKENIZER.vocab_size) if len(TOKENIZER.id_to_bytes(i)) == 1}

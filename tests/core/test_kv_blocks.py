@@ -4,6 +4,7 @@ import pickle
 
 import numpy as np
 import pytest
+
 from deepinfer.core.errors import ConfigError, DeepInferError, OutOfBlocksError, RequestError
 from deepinfer.core.kv_blocks import KVBlockManager, KVCopy
 

@@ -2,10 +2,11 @@
 
 import numpy as np
 import pytest
-from deepinfer.core._native import KVPool, PoolExhaustedError
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
+
+from deepinfer.core._native import KVPool, PoolExhaustedError
 
 
 def make_pool(**overrides):

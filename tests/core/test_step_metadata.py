@@ -2,10 +2,11 @@
 
 import numpy as np
 import pytest
-from deepinfer.core._native import KVPool, StepArrays
-from deepinfer.core.step_buffers import StepBuffers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from deepinfer.core._native import KVPool, StepArrays
+from deepinfer.core.step_buffers import StepBuffers
 
 BLOCK, PAGE, WINDOW, LOOKBACK = 8, 4, 6, 8
 RATIOS = (1, 2, 4)

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 import tokenizers
-from deepinfer.core.tokenizer import Tokenizer, TokenizerError
 from hypothesis import given
 from hypothesis import strategies as st
+
+from deepinfer.core.tokenizer import Tokenizer, TokenizerError
 
 DATA = Path(__file__).parent.parent / "data"
 DEFINITION = json.loads((DATA / "tokenizer.json").read_text(encoding="utf-8"))

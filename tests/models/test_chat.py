@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from deepinfer.core.tokenizer import Tokenizer
-from deepinfer.models.deepseek_v41_flash.chat import ChatError, Segment, encode_chat
 from hypothesis import given
 from hypothesis import strategies as st
+
+from deepinfer.core.tokenizer import Tokenizer
+from deepinfer.models.deepseek_v41_flash.chat import ChatError, Segment, encode_chat
 
 CASES = json.loads((Path(__file__).parent / "data" / "chat_cases.json").read_text(encoding="utf-8"))
 TOKENIZER = Tokenizer.from_dir(Path(__file__).parent.parent / "data")

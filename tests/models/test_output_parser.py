@@ -4,6 +4,9 @@ import json
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
 from deepinfer.models.deepseek_v41_flash.chat import encode_chat
 from deepinfer.models.deepseek_v41_flash.output_parser import (
     VISIBLE_TOKENS,
@@ -12,8 +15,6 @@ from deepinfer.models.deepseek_v41_flash.output_parser import (
     ToolCall,
     parse_completion,
 )
-from hypothesis import given
-from hypothesis import strategies as st
 
 OPEN, CLOSE = "<｜DSML｜ calls>\n", "\n</｜DSML｜ calls>"
 

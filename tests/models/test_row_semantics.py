@@ -91,7 +91,7 @@ def test_any_order_equals_alone(checkpoint, oracle) -> None:
 
 def test_preemption_equals_alone(checkpoint, oracle) -> None:
     """Six blocks of 32 tokens for 32 requests: most are preempted and computed again."""
-    prompts, params, alone = oracle
+    prompts, params, _ = oracle
     settings = {"max_model_len": 96, "block_size": 32, "window_page": 8, "num_kv_blocks": 6}
     with LLM(checkpoint, backend="cpu", **settings) as llm:
         long = [p.__class__(**{**vars(p), "max_tokens": 25}) for p in params]

@@ -54,7 +54,7 @@ class PuppetModel:
                 continue
             known = self._tokens.setdefault(slot, [])
             if positions[start] > len(known):
-                raise AssertionError(f"sequence in slot {slot} continues at {positions[start]}, {len(known)} tokens known")
+                raise AssertionError(f"slot {slot} continues at position {positions[start]}, {len(known)} tokens known")
             del known[positions[start] :]
             known.extend(ids[start:end])
             prefix.update((row, (slot, positions[row] + 1)) for row in range(start, end))
