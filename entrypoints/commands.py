@@ -109,6 +109,8 @@ class BatchCommand:
         console = Console(stderr=True, quiet=self.quiet)
         with console.status(f"loading {config.model}") if console.is_terminal else _plain(console, config.model):
             llm = LLM(config=config)
+        if self.overwrite:
+            results.clear()
         initial = min(len(results.answered), total)
         with llm, ProgressView(total, initial=initial, console=console) as view:
 

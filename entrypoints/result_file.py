@@ -32,7 +32,7 @@ class ResultFile:
 
     Args:
         path: created if absent; its folder must exist.
-        overwrite: begin anew instead of resuming.
+        overwrite: do not look at what is there; `clear` removes it, once the run is sure to begin.
 
     Attributes:
         answered: ids, and line numbers of items without one, that have a line from an earlier run.
@@ -57,13 +57,18 @@ class ResultFile:
             if not stat.S_ISREG(os.fstat(self._fd).st_mode):
                 raise ResultFileError(f"{self.path}: is no regular file; results need one, to be resumed")
             self._lock()
-            if overwrite:
-                os.ftruncate(self._fd, 0)
-            self._read()
+            if not overwrite:
+                self._read()
             _sync_folder(self.path)
         except BaseException:
             os.close(self._fd)
             raise
+
+    def clear(self) -> None:
+        """Remove all results."""
+        os.ftruncate(self._fd, 0)
+        self.answered.clear()
+        self.num_errors = 0
 
     def append(self, record: Mapping[str, Any]) -> None:
         """Write one result.

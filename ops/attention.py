@@ -14,7 +14,7 @@ from torch import Tensor
 from deepinfer.ops.cases import caches
 from deepinfer.ops.formats import PagedCache
 from deepinfer.ops.kv import kv_gather
-from deepinfer.ops.numeric import round_like
+from deepinfer.ops.numeric import round_like, rounded
 from deepinfer.ops.spec import Tolerance, define_op
 
 ATTENTION = Tolerance(3.01 / 128, 8e-4, sim=1e-5, why="fp32 sums in another order; probabilities may round to bf16")
@@ -64,10 +64,10 @@ def sparse_attn(
     scores = scores.masked_fill(~valid[:, None, :], -torch.inf)
     top = scores.amax(-1, keepdim=True) if scores.shape[-1] else scores.new_full((*scores.shape[:-1], 1), -torch.inf)
     top = torch.where(top == -torch.inf, 0.0, top)  # an empty row must not make NaN
-    weights = (scores - top).exp()
+    weights = rounded(torch.exp, scores - top)
     total = weights.sum(-1)
-    lse = total.log() + top[..., 0]
-    sink = (attn_sink.to(wide)[None, :] - top[..., 0]).exp()
+    lse = rounded(torch.log, total) + top[..., 0]
+    sink = rounded(torch.exp, attn_sink.to(wide)[None, :] - top[..., 0])
     o = torch.einsum("thk,tkd->thd", round_like(weights, q.dtype), keys) / (total + sink)[..., None]
     o = torch.where((total > 0)[..., None] | total.isnan()[..., None], o, 0.0)  # an infinite sink and no key
     return o.to(q.dtype), lse.float()
@@ -92,7 +92,10 @@ def attn_merge(o: Tensor, lse: Tensor, out_dtype: torch.dtype) -> tuple[Tensor, 
     """
     top = lse.amax(0)
     top = torch.where(top == -torch.inf, 0.0, top)
-    weights = (lse - top).exp()
-    total = weights.sum(0)
-    merged = (o * weights[..., None]).sum(0) / torch.where(total > 0, total, 1.0)[..., None]
-    return merged.to(out_dtype), (total.log() + top).float()
+    weights = rounded(torch.exp, lse - top)
+    total, merged = torch.zeros_like(weights[0]), torch.zeros_like(o[0])
+    for weight, part in zip(weights, o, strict=True):
+        total = total + weight
+        merged = merged + part * weight[..., None]
+    merged = merged / torch.where(total > 0, total, 1.0)[..., None]
+    return merged.to(out_dtype), (rounded(torch.log, total) + top).float()

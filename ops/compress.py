@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from deepinfer.ops.cases import trunk
+from deepinfer.ops.numeric import rounded
 from deepinfer.ops.spec import Tolerance, define_op
 
 
@@ -64,7 +65,7 @@ def kv_compress(
         now = torch.stack((gate, value), 1)[(row - back).clamp(min=0)]
         members.append(torch.where(here[:, None, None], now, old))
     group = torch.stack(members, 1)
-    weights = group[:, :, 0].softmax(1)
+    weights = rounded(lambda x: x.softmax(1), group[:, :, 0])
     out = torch.where(closes[:, None], (weights * group[:, :, 1]).sum(1), out)
     last = cu_seqlens_q.long()[seq + 1]
     newest = (row >= last - ring) & (row < last)

@@ -11,7 +11,7 @@ from torch import Tensor
 from deepinfer.ops.cases import trunk
 from deepinfer.ops.contract import Rules
 from deepinfer.ops.formats import QTensor
-from deepinfer.ops.numeric import accumulate
+from deepinfer.ops.numeric import accumulate, rounded
 from deepinfer.ops.quant import dequantize
 from deepinfer.ops.spec import EXACT, Tolerance, define_op
 
@@ -143,7 +143,7 @@ def engram_gate(
     weight = q_weight.to(wide.dtype) * k_weight.to(wide.dtype)
     dot = (wide * weight * keys).sum(-1)
     dot = dot * (wide.square().mean(-1) + eps).rsqrt() * (keys.square().mean(-1) + eps).rsqrt() / hidden**0.5
-    gate = torch.copysign(dot.abs().clamp(min=1e-6).sqrt(), dot).sigmoid()
+    gate = rounded(torch.sigmoid, torch.copysign(dot.abs().clamp(min=1e-6).sqrt(), dot))
     if blocked is not None:
         gate = torch.where(blocked[:, None], 0.0, gate)
     out: Tensor = wide + gate[..., None] * value[:, None]

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from deepinfer.ops.cases import ends, trunk
-from deepinfer.ops.numeric import accumulate, row_products
+from deepinfer.ops.numeric import accumulate, rounded, row_products
 from deepinfer.ops.spec import EXACT, Tolerance, define_op
 
 
@@ -81,7 +81,7 @@ def draft_confidence(hidden: Tensor, token_ids: Tensor, embed: Tensor, proj: Ten
         [T] float32 in (0, 1).
     """
     features = torch.cat((accumulate(hidden), embed[token_ids.long()].to(accumulate(hidden).dtype)), 1)
-    return (row_products(features, proj.to(features.dtype))[:, 0] / temperature).sigmoid()
+    return rounded(torch.sigmoid, row_products(features, proj.to(features.dtype))[:, 0] / temperature)
 
 
 @define_op(

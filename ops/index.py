@@ -185,14 +185,14 @@ def index_logits_ragged(
         [T, max(ends - starts)] float32: column c is key `starts + c`; -inf beyond the row's last key.
     """
     wide = torch.float64 if weights.dtype == torch.float64 else torch.float32
-    num_columns = int((ends - starts).max()) if len(starts) else 0
-    column = torch.arange(max(num_columns, 0), device=weights.device)
+    num_columns = max(int((ends - starts).max()), 0) if len(starts) else 0
+    column = torch.arange(k.shape[0], device=weights.device)  # a row's sums must not depend on the widest row
     index = starts.long()[:, None] + column
     valid = index < ends.long()[:, None]
     keys = plain(k, wide)
     picked = keys[index.clamp(max=max(len(keys) - 1, 0))] if len(keys) else keys.new_zeros(*index.shape, keys.shape[-1])
     scores = _scores(plain(q, wide), picked, weights, weights.dtype)
-    return scores.masked_fill(~valid, -torch.inf).to(wide)
+    return scores.masked_fill(~valid, -torch.inf).to(wide)[:, :num_columns].clone()
 
 
 @define_op(

@@ -6,11 +6,12 @@ Source: mHC of DeepSeek-V4.1-Flash (model specification, section 5); manifold-co
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from deepinfer.ops.cases import trunk
 from deepinfer.ops.norm import rms_norm
-from deepinfer.ops.numeric import accumulate, row_products
+from deepinfer.ops.numeric import accumulate, rounded, row_products
 from deepinfer.ops.spec import Tolerance, define_op
 
 STREAMS = Tolerance(2**-8, 1e-6, why="fp32 sums over four streams, one bf16 rounding")
@@ -61,9 +62,10 @@ def mhc_split_sinkhorn(
     first, second, third = mix.split((streams, streams, streams * streams), dim=1)
     base_pre, base_post, base_comb = base.to(mix.dtype).split((streams, streams, streams * streams))
     scale = scale.to(mix.dtype)
-    pre = (first * scale[0] + base_pre).sigmoid() + eps
-    post = 2 * (second * scale[1] + base_post).sigmoid()
-    comb = (third * scale[2] + base_comb).unflatten(1, (streams, streams)).softmax(-1) + eps
+    pre = rounded(torch.sigmoid, first * scale[0] + base_pre) + eps
+    post = 2 * rounded(torch.sigmoid, second * scale[1] + base_post)
+    logits = (third * scale[2] + base_comb).unflatten(1, (streams, streams))
+    comb = rounded(lambda x: x.softmax(-1), logits) + eps
     comb = comb / (comb.sum(1, keepdim=True) + eps)
     for _ in range(iters - 1):
         comb = comb / (comb.sum(2, keepdim=True) + eps)

@@ -17,7 +17,7 @@ from deepinfer.ops.cases import products
 from deepinfer.ops.contract import Rules
 from deepinfer.ops.formats import QTensor, QuantFormat
 from deepinfer.ops.linear import PRODUCT
-from deepinfer.ops.numeric import accumulate, plain, row_products
+from deepinfer.ops.numeric import accumulate, plain, rounded, row_products
 from deepinfer.ops.quant import quantize
 from deepinfer.ops.spec import EXACT, Tolerance, define_op
 
@@ -55,7 +55,8 @@ def moe_gate(
     Returns:
         expert_ids [T, k] int64 by biased score down, ties to the smaller id; weights [T, k] float32.
     """
-    s = torch.nn.functional.softplus(accumulate(logits), threshold=1e9).sqrt()
+    z = accumulate(logits)
+    s = (z.clamp(min=0) + rounded(lambda x: x.abs().neg().exp().log1p(), z)).sqrt()  # softplus that cannot overflow
     chosen_bias = bias.to(s.dtype).expand_as(s)
     if image_bias is not None and image_mask is not None:
         chosen_bias = torch.where(image_mask[:, None], image_bias.to(s.dtype), chosen_bias)
@@ -152,7 +153,7 @@ def swiglu_quant(
         [R, I], quantised without a rounding to bfloat16 in between, or plain.
     """
     g, u = accumulate(gate).clamp(max=limit), accumulate(up).clamp(-limit, limit)
-    y = g * g.sigmoid() * u
+    y = g * rounded(torch.sigmoid, g) * u
     if row_weight is not None:
         y = y * row_weight.to(y.dtype)[:, None]
     return y.to(gate.dtype) if fmt is None else quantize(y, fmt)

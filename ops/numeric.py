@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -11,6 +13,15 @@ from deepinfer.ops.formats import QTensor
 def accumulate(x: Tensor) -> Tensor:
     """The dtype that sums are kept in: float64 for float64 (the check of a reference), else float32."""
     return x if x.dtype in (torch.float64, torch.float32) else x.float()
+
+
+def rounded(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """`function(x)` evaluated in float64 and rounded once, for exp, log, sigmoid and softmax.
+
+    In float32, torch runs other code at the end of a tensor than in its middle, so the last bit of a row would depend
+    on its place in the batch.
+    """
+    return function(x.double()).to(x.dtype)
 
 
 def row_products(x: Tensor, weight: Tensor) -> Tensor:

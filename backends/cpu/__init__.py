@@ -22,7 +22,7 @@ _OP_MODULES = (
     "engram",
     "moe",
     "heads",
-    "step",
+    # "step",
     "sampling",
 )
 

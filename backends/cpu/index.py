@@ -255,3 +255,15 @@ def blocks_to_positions(indices: Tensor, blocks: Tensor, block: int) -> Tensor:
         out.data_ptr(), indices.data_ptr(), rows, width, blocks.data_ptr(), blocks.shape[1], block
     )
     return out
+
+
+@BACKEND.implements(index_ops.uniform_lens)
+def uniform_lens(like: Tensor, value: int) -> Tensor:
+    """One fill."""
+    return torch.full((like.shape[0],), value, dtype=torch.int32)
+
+
+@BACKEND.implements(index_ops.concat_rows)
+def concat_rows(parts: tuple[Tensor, ...]) -> Tensor:
+    """Copies, which torch does as well as anyone."""
+    return torch.cat(parts)

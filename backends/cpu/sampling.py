@@ -15,6 +15,9 @@ from deepinfer.ops.errors import OpArgumentError
 from deepinfer.ops.sampling import apply_bitmask, process_logits, sample, token_logprobs
 from deepinfer.ops.verification import VerifyMode, verify
 
+_Floats = NDArray[np.float32]
+_Ints = NDArray[np.int32]
+
 _NO_INTS = np.empty(0, np.int32)
 _NO_FLOATS = np.empty((0, 1), np.float32)
 
@@ -128,7 +131,9 @@ def _array(x: Tensor, dtype: torch.dtype) -> NDArray[Any]:
     return view
 
 
-def _filters(temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> tuple[NDArray[Any], ...]:
+def _filters(
+    temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor
+) -> tuple[_Floats, _Ints, _Floats, _Floats]:
     return (
         _array(temperature, torch.float32),
         _array(top_k, torch.int32),
@@ -137,5 +142,5 @@ def _filters(temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -
     )
 
 
-def _keys(seeds: Tensor, output_index: Tensor, choice: Tensor) -> tuple[NDArray[Any], ...]:
+def _keys(seeds: Tensor, output_index: Tensor, choice: Tensor) -> tuple[NDArray[np.int64], _Ints, _Ints]:
     return _array(seeds, torch.int64), _array(output_index, torch.int32), _array(choice, torch.int32)

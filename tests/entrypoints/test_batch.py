@@ -27,6 +27,8 @@ def run(make_llm, output):
     def go(source, script=None, llm=None, overwrite=False, **options):
         results = ResultFile(output, overwrite=overwrite)
         try:
+            if overwrite:
+                results.clear()
             return BatchRunner(llm or (make_llm(script) if script else make_llm()), source, results, **options).run()
         finally:
             results.close()

@@ -123,6 +123,21 @@ def test_run_that_cannot_start_says_why_and_changes_nothing(cli, fake_llm, write
     assert not output.exists() and source.read_bytes() == before and fake_llm == []
 
 
+def test_overwrite_keeps_old_results_until_the_model_is_loaded(
+    cli, fake_llm, write_input, lines, tmp_path, read_output, monkeypatch
+) -> None:
+    output = tmp_path / "out.jsonl"
+    source = write_input([lines.chat("a")])
+    output.write_text("old\n")
+    assert cli("run", source, "-o", output, "-m", "x").exit_code == 2
+    assert cli("run", source, "-o", output, "-m", "x", "--overwrite").exit_code == 0
+    assert len(read_output(output)) == 1
+    monkeypatch.undo()
+    before = output.read_bytes()
+    assert cli("run", source, "-o", output, "-m", tmp_path / "absent", "--overwrite").exit_code == 2
+    assert output.read_bytes() == before
+
+
 def test_run_reports_a_model_that_cannot_be_loaded(cli, write_input, lines, tmp_path) -> None:
     result = cli("run", write_input([lines.chat("a")]), "-o", tmp_path / "o.jsonl", "-m", tmp_path / "absent")
     assert result.exit_code == 2 and "is no folder" in result.stderr

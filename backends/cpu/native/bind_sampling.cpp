@@ -1,4 +1,4 @@
-// The sampling ops over NumPy arrays. Rows, or the requests of `verify`, are spread over threads; each is computed alone.
+// The sampling ops over NumPy arrays. Rows, or the requests of `verify`, are spread over threads, each computed alone.
 #include <pybind11/numpy.h>
 
 #include <algorithm>
@@ -221,9 +221,12 @@ void verify(const Floats& logits, const Ints& cu_seqlens, const Ints& draft_ids,
                 const std::int32_t draft = row + 1 == bounds[r + 1] ? -1 : drafts[row];
                 const Filters filters = params[r];
                 const bool coupled = !rejection || draft < 0 || !(filters.temperature > 0.0F);
-                emitted[row] = coupled ? sample_row(x.row(row), x.ids, filters, keys.at(r, offset, kTarget), thread_work())
-                                       : accept_or_replace(x.row(row), drafted + row * x.ids, x.ids, draft, filters,
-                                                           keys, r, offset);
+                if (coupled) {
+                    emitted[row] = sample_row(x.row(row), x.ids, filters, keys.at(r, offset, kTarget), thread_work());
+                } else {
+                    const float* draft_row = drafted + row * x.ids;
+                    emitted[row] = accept_or_replace(x.row(row), draft_row, x.ids, draft, filters, keys, r, offset);
+                }
                 ++counts[r];
                 if (emitted[row] != draft || emitted[row] < 0) break;
             }

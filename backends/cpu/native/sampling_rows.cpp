@@ -67,7 +67,8 @@ DEEPINFER_CLONES double exp_and_sum(const float* x, i64 n, float best, float* e)
         const i64 count = std::min<i64>(kChunk, n - start);
         for (i64 i = 0; i < count; ++i) chunk[i] = exp_f32(x[start + i] - best);
         sum += sum_lanes(
-            count, [&](i64 i) { return load8(chunk + i); }, [&](i64 i, i64 rest) { return load_tail(chunk + i, rest); });
+            count, [&](i64 i) { return load8(chunk + i); },
+            [&](i64 i, i64 rest) { return load_tail(chunk + i, rest); });
         if (e != nullptr) std::copy(chunk, chunk + count, e + start);
     }
     return sum;
@@ -88,7 +89,8 @@ DEEPINFER_CLONES u32 mass_at_least(const float* __restrict scores, const u32* __
     return sum;
 }
 
-DEEPINFER_CLONES void log_residual(const float* __restrict p, const float* __restrict q, i64 n, float* __restrict y) {
+DEEPINFER_CLONES void log_residual(const float* __restrict p, const float* __restrict q, i64 n,
+                                   float* __restrict y) {
     for (i64 i = 0; i < n; ++i) {
         const float rest = p[i] - q[i];
         y[i] = log_f32(rest > 0.0F ? rest : 0.0F);
