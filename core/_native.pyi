@@ -172,16 +172,25 @@ class KVPool:
         """
 
     def write_step(
-        self, seqs: _Int32Array, query_lens: _Int32Array, out: StepArrays, pad_rows: int = -1, pad_seqs: int = -1
+        self,
+        seqs: _Int32Array,
+        query_lens: _Int32Array,
+        out: StepArrays,
+        pad_rows: int = -1,
+        pad_seqs: int = -1,
+        starts: _Int32Array | None = None,
     ) -> int:
-        """Write the metadata of one step: rows num_computed .. num_computed + query_lens[i] - 1 of each sequence.
+        """Write the metadata of one step: rows starts[i] .. starts[i] + query_lens[i] - 1 of each sequence.
 
         Args:
             seqs: [num_seqs], handles, each once.
-            query_lens: [num_seqs]. The tokens must be known and their positions reserved.
+            query_lens: [num_seqs]. Positions must be reserved; tokens must be known unless `starts` is given.
             out: where to write.
             pad_rows: pad row arrays up to this many rows; negative pads each to its end.
             pad_seqs: the same for arrays with an entry per sequence.
+            starts: [num_seqs] position of the first row, at least `num_computed`; by default `num_computed`. With steps
+                in flight it lies beyond the tokens that are known: unknown ones are 0 in `input_ids` and -1 in
+                `history`, for the device to fill in.
 
         Returns:
             The number of rows.

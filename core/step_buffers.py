@@ -109,14 +109,23 @@ class StepBuffers:
         self._views = self._view(*self._shape)
 
     def write(
-        self, pool: KVPool, seqs: Int32Array, query_lens: Int32Array, *, pad_rows: int = 0, pad_seqs: int = 0
+        self,
+        pool: KVPool,
+        seqs: Int32Array,
+        query_lens: Int32Array,
+        *,
+        starts: Int32Array | None = None,
+        pad_rows: int = 0,
+        pad_seqs: int = 0,
     ) -> StepMetadata:
         """Write one step: the next `query_lens[i]` tokens of each sequence `seqs[i]`.
 
         Args:
             pool: who holds the sequences.
             seqs: [num_seqs] int32 handles, each once.
-            query_lens: [num_seqs] int32. The tokens must be known and their positions reserved.
+            query_lens: [num_seqs] int32. Positions must be reserved; tokens must be known unless `starts` is given.
+            starts: [num_seqs] int32 positions of the first rows; by default what is computed. Tokens that are not known
+                yet are 0, and -1 in history.
             pad_rows: least number of rows in the views, as a captured graph wants.
             pad_seqs: least number of sequences in the views.
 
@@ -126,7 +135,7 @@ class StepBuffers:
             OverflowError: the pool's slots do not fit int32.
         """
         num_seqs = len(seqs)
-        num_rows = pool.write_step(seqs, query_lens, self._native, max(pad_rows, 0), max(pad_seqs, 0))
+        num_rows = pool.write_step(seqs, query_lens, self._native, max(pad_rows, 0), max(pad_seqs, 0), starts)
         shape = num_rows, num_seqs, max(num_rows, pad_rows), max(num_seqs, pad_seqs)
         if shape != self._shape:
             self._views, self._shape = self._view(*shape), shape

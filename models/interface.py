@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -17,6 +17,12 @@ Tap = Callable[[str, Tensor], None]
 """Called with the name and value of an intermediate tensor; used by tests and tools, never by the engine.
 
 A later op may overwrite the value: keep a copy."""
+
+Choose = Callable[[int, Tensor], Tensor]
+"""Called with a place i and the draft's logits [S, V] float32 of it; returns the drafts [S] int32, all on the device.
+
+Place i is drafted token i of the block, the one i + 1 positions behind the anchor. A row that nothing can be chosen
+from gives -1."""
 
 
 @dataclass(frozen=True)
@@ -168,11 +174,96 @@ class Vocabulary(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class DraftBatch:
+    """The sequences to draft for, right behind the step that stored everything before their anchors.
+
+    An anchor is a sequence's newest token: sampled, but not run yet. All tensors are on the device. A padding sequence
+    has anchor 0 at position 0 and any row of the tables.
+
+    Attributes:
+        anchor_ids: [S] int32; -1 (a row that could not be sampled) is legal and gives drafts that mean nothing.
+        anchor_positions: [S] int32. Context records of all positions before it that the window holds are stored.
+        seqs: [S] int32, the row of `window_tables` and `window_first_page` that belongs to each.
+        window_tables: [N, max_pages] int32, as in `StepBatch`; they cover `CacheSpec.window` - 1 positions before the
+            anchor, or all.
+        window_first_page: [N] int32.
+        window_page: tokens per window page.
+        scratch: from `Draft.new_scratch`, for at least S sequences; no other draft of the stream is under way with it.
+    """
+
+    anchor_ids: Tensor
+    anchor_positions: Tensor
+    seqs: Tensor
+    window_tables: Tensor
+    window_first_page: Tensor
+    window_page: int
+    scratch: PagedCache
+
+
+@dataclass(frozen=True)
+class DraftOutput:
+    """Drafted tokens, on the device.
+
+    Attributes:
+        tokens: [S, D] int32, always ids of the vocabulary: where nothing could be chosen, an arbitrary one.
+        confidences: [S, D] float32 in (0, 1), how likely each is to be accepted, given those before it.
+        logits: [S, D, V] float32 that each was chosen from; None when not asked for.
+    """
+
+    tokens: Tensor
+    confidences: Tensor
+    logits: Tensor | None = None
+
+
+class Draft(Protocol):
+    """The part of a model that guesses the next tokens. Its context records are written by `Model.forward`."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of a draft, D."""
+        ...
+
+    def new_scratch(self, num_seqs: int) -> PagedCache:
+        """Device memory for the records of one block of each of `num_seqs` sequences."""
+        ...
+
+    def draft(
+        self,
+        batch: DraftBatch,
+        caches: Caches,
+        choose: Choose | None = None,
+        *,
+        temperatures: Sequence[float] = (),
+        with_logits: bool = False,
+        tap: Tap | None = None,
+    ) -> DraftOutput:
+        """Draft D tokens for each sequence.
+
+        Args:
+            batch: the sequences.
+            caches: those of the forward pass; only context records are read, nothing is written.
+            choose: how a token is taken from its logits; the best one, of equals the lowest id, by default.
+            temperatures: [D], divide the logits of the confidences; empty for 1.
+            with_logits: return the logits as well.
+            tap: observer of intermediates, for tests.
+
+        Raises:
+            ValueError: `temperatures` has another length.
+        """
+        ...
+
+
 class Model(Protocol):
     """A model bound to its ops and weights."""
 
     info: ModelInfo
     cache_spec: CacheSpec
+
+    @property
+    def draft(self) -> Draft | None:
+        """What speculates for this model; None when it has no draft, or it was not loaded."""
+        ...
 
     def forward(self, batch: StepBatch, caches: Caches, tap: Tap | None = None) -> Tensor:
         """Run one step and return float32 logits [n, vocab] of `batch.logits_rows`.

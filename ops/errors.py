@@ -27,3 +27,31 @@ class MissingOpsError(OpError):
             f"backend {backend!r} has no implementation of {len(self.missing)} op(s): {', '.join(self.missing)}. "
             "Implement them, or run without strict=True to use the reference for them."
         )
+
+
+class DeviceError(OpError, RuntimeError):
+    """A device refused or failed. Work is asynchronous, so a later call may be the one that raises it."""
+
+
+class DeviceLostError(DeviceError):
+    """The device is gone, with everything in its memory; make a new runtime, in a new process where a vendor asks."""
+
+
+class LaunchError(DeviceError):
+    """The device did not take one piece of work; nothing of it ran, and the device goes on."""
+
+
+class OutOfDeviceMemoryError(DeviceError):
+    """An allocation does not fit; nothing was allocated. Free something, or plan for less."""
+
+
+class CaptureError(DeviceError):
+    """A step did something that a graph cannot hold: an allocation, a host read, a synchronisation."""
+
+
+class RankDeadError(DeviceError):
+    """Another rank of the group died, so work that waits for it never ends; `rank` says which."""
+
+    def __init__(self, rank: int, message: str) -> None:
+        self.rank = rank
+        super().__init__(message)

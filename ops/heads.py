@@ -1,4 +1,4 @@
-"""The ends of the model: embedding, row selection, and the draft's sequential head."""
+"""The ends of the model: embedding, row selection, and the draft's rows and sequential head."""
 
 from __future__ import annotations
 
@@ -37,6 +37,53 @@ def gather_rows(x: Tensor, rows: Tensor) -> Tensor:
         [n, ...] like `x`.
     """
     return x[rows.long()]
+
+
+@define_op(tolerance=EXACT, determinism="D2", cases=ends.concat_columns_cases)
+def concat_columns(parts: tuple[Tensor, ...]) -> Tensor:
+    """Columns of several [T, Ni] tensors of one dtype, at least one, side by side: [T, sum Ni]."""
+    return torch.cat(parts, dim=1)
+
+
+@define_op(tolerance=EXACT, determinism="D2", cases=ends.draft_rows_cases, dims={"num_tokens": "num_tokens"})
+def draft_rows(
+    anchor_ids: Tensor, anchor_positions: Tensor, seqs: Tensor, num_tokens: int, noise_id: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Rows of a draft block: each sequence's newest token, and noise at the positions behind it.
+
+    Args:
+        anchor_ids: [S] int32; -1 is replaced by noise.
+        anchor_positions: [S] int32.
+        seqs: [S] int32, the sequence of each anchor.
+        num_tokens: D, rows of a block.
+        noise_id: token id of the other rows.
+
+    Returns:
+        Six int32 tensors, D rows per anchor: input ids [S * D]; positions [S * D], from the anchor's on; the position
+        before the anchor [S * D], where the block's context ends; the sequence [S * D]; the row's own number [S * D],
+        its slot in a scratch cache; and the numbers of all rows of its block [S * D, D].
+    """
+    num_seqs = anchor_ids.shape[0]
+    place = torch.arange(num_tokens, device=anchor_ids.device, dtype=torch.int32).repeat(num_seqs)
+    row = torch.arange(num_seqs * num_tokens, device=anchor_ids.device, dtype=torch.int32)
+    anchor, position, seq = (t.repeat_interleave(num_tokens) for t in (anchor_ids, anchor_positions, seqs))
+    ids = torch.where((place == 0) & (anchor >= 0), anchor, noise_id).int()
+    block = (row - place)[:, None] + torch.arange(num_tokens, device=anchor_ids.device, dtype=torch.int32)
+    return ids, position + place, position - 1, seq, row, block
+
+
+@define_op(tolerance=EXACT, determinism="D2", cases=ends.known_ids_cases)
+def known_ids(token_ids: Tensor, fallback: int) -> Tensor:
+    """Token ids, with one that exists in place of every -1.
+
+    Args:
+        token_ids: [T] int32, -1 for a token that could not be chosen.
+        fallback: what takes its place.
+
+    Returns:
+        [T] int32.
+    """
+    return torch.where(token_ids >= 0, token_ids, fallback).int()
 
 
 @define_op(

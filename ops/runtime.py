@@ -80,6 +80,14 @@ class Runtime(Protocol):
         """Zeroed device memory."""
         ...
 
+    def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Zeroed host memory that copies read without blocking the host; ordinary memory where there is no other.
+
+        `to_device` of it, or of a view, may read it after the call returns: whoever writes it again first waits on an
+        event recorded behind the copy. Any other host tensor may be written as soon as `to_device` returns.
+        """
+        ...
+
     def to_device(self, host: torch.Tensor) -> torch.Tensor:
         """Copy a host tensor to the device on the current stream."""
         ...

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from deepinfer.ops.cases import ends
+from deepinfer.ops.cases import ends, steps
 from deepinfer.ops.spec import EXACT, define_op
 
 
@@ -89,3 +89,81 @@ def advance_step(
         block = block_tables[seq, (entry // per_block).clamp(max=block_tables.shape[1] - 1)].long()
         closed = torch.where((position + 1) % ratio == 0, block * per_block + entry % per_block, -1).int()
         ratio_slots[which, rows] = torch.where(live, closed, ratio_slots[which, rows])
+
+
+@define_op(mutates=("values",), tolerance=EXACT, determinism="D2", cases=steps.rewind_cases)
+def rewind(values: Tensor, previous: Tensor, planned: Tensor, accepted: Tensor) -> None:
+    """Take back what a plan assumed too much: `values -= planned - accepted` of the step before, in place.
+
+    Args:
+        values: [R] int32, positions or output indices that the host wrote as upper bounds.
+        previous: [R] int32, index into `planned`, -1 for a value that is right already.
+        planned: [R'] int32.
+        accepted: [R'] int32.
+    """
+    if values.shape[0] and planned.shape[0]:
+        source = previous.long()
+        values -= torch.where(source >= 0, (planned - accepted)[source.clamp(min=0)], 0).int()
+
+
+@define_op(tolerance=EXACT, determinism="D2", cases=steps.last_emitted_cases)
+def last_emitted(tokens: Tensor, starts: Tensor, num_emitted: Tensor) -> Tensor:
+    """The newest token of each request: `tokens[starts + num_emitted - 1]`.
+
+    Args:
+        tokens: [T] int32, emitted tokens packed as `verify` gives them.
+        starts: [R] int32, first entry of each request.
+        num_emitted: [R] int32, at least 1.
+
+    Returns:
+        [R] int32; -1 where the request's last row had no token.
+    """
+    return tokens[(starts + num_emitted - 1).long()]
+
+
+@define_op(mutates=("history",), tolerance=EXACT, determinism="D2", cases=steps.advance_history_cases)
+def advance_history(
+    history: Tensor,
+    previous: Tensor,
+    tokens: Tensor,
+    starts: Tensor,
+    num_emitted: Tensor,
+    last_rows: Tensor,
+    last_seqs: Tensor,
+    last_input_ids: Tensor,
+    last_cu_seqlens_q: Tensor,
+    last_history: Tensor,
+) -> None:
+    """Fill in the tokens before the first row of each sequence, which the host does not know yet.
+
+    The first row is the newest emitted token of the step before. Behind it stand the other tokens that step emitted,
+    then the rows it ran up to the one it drew from, then what was its own history.
+
+    Args:
+        history: [S, N - 1] int32, newest first; rows with `previous` = -1 stay.
+        previous: [S] int32, index into the requests that drew in the step before.
+        tokens: [T'] int32, what they emitted, packed.
+        starts: [R'] int32, first emitted token of each.
+        num_emitted: [R'] int32.
+        last_rows: [R'] int32, the row of the step before whose logits gave the first emitted token.
+        last_seqs: [R'] int32, that row's sequence in the step before.
+        last_input_ids: [T''] int32, the step before's own ids, corrected.
+        last_cu_seqlens_q: [S' + 1] int32.
+        last_history: [S', N - 1] int32, corrected.
+    """
+    if 0 in (history.shape[0], history.shape[1], starts.shape[0]):
+        return
+    source = previous.long().clamp(min=0)
+    emitted, first = num_emitted.long()[source], starts.long()[source]
+    row, seq = last_rows.long()[source], last_seqs.long()[source]
+    begin = last_cu_seqlens_q.long()[seq]
+    for place in range(history.shape[1]):
+        among_emitted = emitted - 2 - place
+        back = -1 - among_emitted  # rows behind the one that was drawn from
+        here = row - back
+        older = (back - (row - begin) - 1).clamp(0, history.shape[1] - 1)
+        token = torch.where(
+            here >= begin, last_input_ids[here.clamp(0, max(last_input_ids.shape[0] - 1, 0))], last_history[seq, older]
+        )
+        token = torch.where(among_emitted >= 0, tokens[(first + among_emitted.clamp(min=0))], token)
+        history[:, place] = torch.where(previous >= 0, token, history[:, place])

@@ -7,6 +7,7 @@
 #include <pybind11/stl.h>
 
 #include <cstdint>
+#include <optional>
 #include <stdexcept>
 #include <tuple>
 #include <utility>
@@ -145,12 +146,14 @@ void bind_pool(py::module_& m) {
            py::arg("seqs"), py::arg("new_computed"))
       .def("write_step",
            [](const KVPool& pool, const py::array& seqs, const py::array& query_lens, const BoundStepArrays& out,
-              int64_t pad_rows, int64_t pad_seqs) {
+              int64_t pad_rows, int64_t pad_seqs, const std::optional<py::array>& starts) {
              const auto s = input_vector("seqs", seqs), q = input_vector("query_lens", query_lens);
+             const auto b = starts ? input_vector("starts", *starts) : std::span<const int32_t>{};
              py::gil_scoped_release released;
-             return write_step(pool, s, q, out.arrays, pad_rows, pad_seqs);
+             return write_step(pool, s, q, b, out.arrays, pad_rows, pad_seqs);
            },
-           py::arg("seqs"), py::arg("query_lens"), py::arg("out"), py::arg("pad_rows") = -1, py::arg("pad_seqs") = -1);
+           py::arg("seqs"), py::arg("query_lens"), py::arg("out"), py::arg("pad_rows") = -1, py::arg("pad_seqs") = -1,
+           py::arg("starts") = py::none());
 }
 
 }  // namespace

@@ -20,18 +20,29 @@ struct Extent {
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-Extent measure(const KVPool& pool, std::span<const int32_t> seqs, std::span<const int32_t> query_lens) {
+// Position of a sequence's first row.
+int64_t first_row(const Sequence& sequence, std::span<const int32_t> starts, size_t i) {
+  return starts.empty() ? sequence.num_computed : starts[i];
+}
+
+Extent measure(const KVPool& pool, std::span<const int32_t> seqs, std::span<const int32_t> query_lens,
+               std::span<const int32_t> starts) {
   if (seqs.size() != query_lens.size()) {
     throw std::invalid_argument(text("seqs has ", seqs.size(), " entries, query_lens has ", query_lens.size()));
+  }
+  if (!starts.empty() && starts.size() != seqs.size()) {
+    throw std::invalid_argument(text("seqs has ", seqs.size(), " entries, starts has ", starts.size()));
   }
   pool.sequences().require_distinct(seqs);
   const PoolConfig& config = pool.config();
   Extent extent{.seqs = static_cast<int64_t>(seqs.size())};
   for (size_t i = 0; i < seqs.size(); ++i) {
     const Sequence& sequence = pool.sequences()[seqs[i]];
-    const int64_t end = static_cast<int64_t>(sequence.num_computed) + query_lens[i];
-    if (query_lens[i] < 0 || end > sequence.num_tokens()) {
-      throw std::invalid_argument(text("sequence ", seqs[i], ": query_lens is ", query_lens[i], "; it has ",
+    const int64_t begin = first_row(sequence, starts, i);
+    const int64_t end = begin + query_lens[i];
+    const bool known = !starts.empty() || end <= sequence.num_tokens();
+    if (query_lens[i] < 0 || begin < sequence.num_computed || !known) {
+      throw std::invalid_argument(text("sequence ", seqs[i], ": ", query_lens[i], " rows from ", begin, "; it has ",
                                        sequence.num_tokens(), " tokens, ", sequence.num_computed, " computed"));
     }
     const int64_t blocks = ceil_div(end, config.block_size);
@@ -140,12 +151,19 @@ void write_entry_slots(const Sequence& sequence, int64_t block_size, int64_t rat
   }
 }
 
-void write_sequence(const PoolConfig& config, const Sequence& sequence, int64_t query_len, int64_t row, int64_t i,
-                    const StepArrays& out) {
-  const int64_t begin = sequence.num_computed;
+// The token at a position, or `unknown` where there is none yet or the position is before the start.
+int32_t token_at(const Sequence& sequence, int64_t position, int32_t unknown) {
+  const bool known = position >= 0 && position < sequence.num_tokens();
+  return known ? sequence.tokens[static_cast<size_t>(position)] : unknown;
+}
+
+void write_sequence(const PoolConfig& config, const Sequence& sequence, int64_t begin, int64_t query_len, int64_t row,
+                    int64_t i, const StepArrays& out) {
   const int64_t end = begin + query_len;
-  const auto first_token = sequence.tokens.begin() + begin;
-  std::copy_n(first_token, query_len, out.input_ids.data + row);
+  const int64_t num_known = std::clamp<int64_t>(sequence.num_tokens() - begin, 0, query_len);
+  std::copy_n(sequence.tokens.begin() + std::min<int64_t>(begin, sequence.num_tokens()), num_known,
+              out.input_ids.data + row);
+  std::fill_n(out.input_ids.data + row + num_known, query_len - num_known, 0);
   std::iota(out.positions.data + row, out.positions.data + row + query_len, static_cast<int32_t>(begin));
   std::fill_n(out.row_to_seq.data + row, query_len, static_cast<int32_t>(i));
   write_window_slots(sequence, config.window_page, begin, end, out.window_slots.data + row);
@@ -155,7 +173,7 @@ void write_sequence(const PoolConfig& config, const Sequence& sequence, int64_t 
   out.seq_lens.data[i] = static_cast<int32_t>(end);
   out.query_lens.data[i] = static_cast<int32_t>(query_len);
   out.window_first_page.data[i] = sequence.first_page;
-  for (int64_t k = 0; k < out.history.cols; ++k) out.history.row(i)[k] = k < begin ? *(first_token - k - 1) : -1;
+  for (int64_t k = 0; k < out.history.cols; ++k) out.history.row(i)[k] = token_at(sequence, begin - k - 1, -1);
   write_ids(out.block_tables, i, sequence.blocks.data(), ceil_div(end, config.block_size));
   const int64_t num_pages = std::max<int64_t>(0, ceil_div(end, config.window_page) - sequence.first_page);
   write_ids(out.window_tables, i, sequence.pages.data(), num_pages);
@@ -164,8 +182,8 @@ void write_sequence(const PoolConfig& config, const Sequence& sequence, int64_t 
 }  // namespace
 
 int64_t write_step(const KVPool& pool, std::span<const int32_t> seqs, std::span<const int32_t> query_lens,
-                   const StepArrays& out, int64_t pad_rows, int64_t pad_seqs) {
-  const Extent used = measure(pool, seqs, query_lens);
+                   std::span<const int32_t> starts, const StepArrays& out, int64_t pad_rows, int64_t pad_seqs) {
+  const Extent used = measure(pool, seqs, query_lens, starts);
   require_capacity(pool, out, used, std::max(used.rows, pad_rows), std::max(used.seqs, pad_seqs));
 
   const PoolConfig& config = pool.config();
@@ -175,7 +193,8 @@ int64_t write_step(const KVPool& pool, std::span<const int32_t> seqs, std::span<
     const int64_t query_len = query_lens[static_cast<size_t>(i)];
     out.cu_seqlens_q.data[i] = static_cast<int32_t>(row);
     out.state_slots.data[i] = seq;
-    write_sequence(config, pool.sequences()[seq], query_len, row, i, out);
+    const Sequence& sequence = pool.sequences()[seq];
+    write_sequence(config, sequence, first_row(sequence, starts, static_cast<size_t>(i)), query_len, row, i, out);
     row += query_len;
   }
 

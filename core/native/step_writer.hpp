@@ -1,7 +1,8 @@
 // Step metadata: what the kernels of one step need to know about its rows, written into buffers the caller owns.
 //
-// Row r of sequence s stands at position num_computed + r, whose token is known already. Every pointer is to int32,
-// C-contiguous. What a step does not use is padding: zeros, -1 in slots and history, the total in cu_seqlens_q.
+// Row r of sequence s stands at position starts[s] + r; starts is num_computed unless steps are in flight, whose tokens
+// are not known yet: an unknown token is written as 0, in history as -1, and the device fills it in. Every pointer is to
+// int32, C-contiguous. What a step does not use is padding: zeros, -1 in slots and history, the total in cu_seqlens_q.
 #pragma once
 
 #include <cstdint>
@@ -57,9 +58,9 @@ struct StepArrays {
   IdTable window_tables;
 };
 
-// Writes one step and returns its number of rows. Row arrays are padded up to max(rows, pad_rows), sequence arrays up
+// Writes one step and returns its number of rows. Empty starts means num_computed of each. Row arrays are padded up to max(rows, pad_rows), sequence arrays up
 // to max(sequences, pad_seqs); -1 pads each array to its end. Throws before the first write.
 int64_t write_step(const KVPool& pool, std::span<const int32_t> seqs, std::span<const int32_t> query_lens,
-                   const StepArrays& out, int64_t pad_rows, int64_t pad_seqs);
+                   std::span<const int32_t> starts, const StepArrays& out, int64_t pad_rows, int64_t pad_seqs);
 
 }  // namespace deepinfer

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Generic
+
 from torch import Tensor
 
-from deepinfer.models.deepseek_v41_flash.attention import Attention
+from deepinfer.models.deepseek_v41_flash.attention import Attention, C
 from deepinfer.models.deepseek_v41_flash.config import TextConfig
 from deepinfer.models.deepseek_v41_flash.engram import Engram
 from deepinfer.models.deepseek_v41_flash.experts import Experts
 from deepinfer.models.deepseek_v41_flash.linear import Norm, Numerics, Rows, place, wants_quantised
-from deepinfer.models.deepseek_v41_flash.step import StepContext
 from deepinfer.models.deepseek_v41_flash.weights import HyperConnection, LayerWeights
 from deepinfer.ops.mhc import mhc_apply, mhc_post, mhc_prenorm_mix, mhc_split_sinkhorn
 from deepinfer.ops.registry import OpTable
@@ -36,13 +37,31 @@ class StreamMixer:
         return self._post(y, h, post, comb)
 
 
-class Block:
-    """A backbone layer. The weights it reads with come from the sublayer before it (`pre`)."""
+class Block(Generic[C]):
+    """A layer of the backbone or the draft. The weights it reads with come from the sublayer before it (`pre`).
+
+    Args:
+        ops: resolves every op once, here.
+        config: of the model.
+        name: what the layer's tensors are called.
+        weights: of the layer.
+        attention: its attention, made of the same weights.
+        numerics: activation dtype and rounding switches.
+        per_token: routed experts of a row.
+    """
 
     def __init__(
-        self, ops: OpTable, config: TextConfig, layer: int, weights: LayerWeights, cos_sin: Tensor, numerics: Numerics
+        self,
+        ops: OpTable,
+        config: TextConfig,
+        name: str,
+        weights: LayerWeights,
+        attention: Attention[C],
+        numerics: Numerics,
+        *,
+        per_token: int,
     ) -> None:
-        self.layer = layer
+        self.name = name
         eps = config.rms_norm_eps
         attn, ffn = weights.attn, weights.ffn
         behind_attn = wants_quantised(numerics, attn.wq_a, attn.wkv)
@@ -52,32 +71,35 @@ class Block:
         self._attn_mixer = StreamMixer(ops, config, weights.hc_attn)
         self._ffn_mixer = StreamMixer(ops, config, weights.hc_ffn)
         self._read = ops.bind(mhc_apply, streams=config.hc_mult, hidden=config.hidden_size)
-        self.attention = Attention(ops, config, layer, weights, cos_sin, numerics)
+        self.attention = attention
         self.experts = Experts(
             ops,
-            f"layers.{layer}",
+            name,
             ffn,
             numerics,
-            per_token=config.num_experts_per_tok,
+            per_token=per_token,
             scale=config.routed_scaling_factor,
             limit=config.swiglu_limit,
         )
         self.engram = Engram(ops, config, weights.engram, numerics) if weights.engram is not None else None
 
-    def __call__(self, h: Tensor, pre: Tensor, engram_rows: Tensor | None, step: StepContext) -> tuple[Tensor, Tensor]:
-        """Streams [T, M, H] and read weights [T, M] to the next layer's."""
-        name = f"layers.{self.layer}"
-        step.observe(f"{name}.streams_in", h)
-        step.observe(f"{name}.pre_mix_in", pre)
+    def inject(self, h: Tensor, engram_rows: Tensor | None, step: C) -> Tensor:
+        """Streams [T, M, H] as they enter the layer to what its sublayers read: Engram's rows added, if it has any."""
+        step.observe(f"{self.name}.streams_in", h)
         if self.engram is not None and engram_rows is not None:
             h = self.engram(h, engram_rows)
+        return h
+
+    def __call__(self, h: Tensor, pre: Tensor, step: C) -> tuple[Tensor, Tensor]:
+        """Streams [T, M, H] and read weights [T, M] to the next layer's."""
+        step.observe(f"{self.name}.pre_mix_in", pre)
         next_pre, post, comb = self._attn_mixer.mix(h)
         y = self.attention(self._normed(self._attn_norm, h, pre), step)
-        step.observe(f"{name}.attn_out", y)
+        step.observe(f"{self.name}.attn_out", y)
         h = self._attn_mixer.write(y, h, post, comb)
         last_pre, post, comb = self._ffn_mixer.mix(h)
         y = self.experts(self._normed(self._ffn_norm, h, next_pre), step)
-        step.observe(f"{name}.ffn_out", y)
+        step.observe(f"{self.name}.ffn_out", y)
         return self._ffn_mixer.write(y, h, post, comb), last_pre
 
     def _normed(self, norm: Norm, h: Tensor, pre: Tensor) -> Rows:

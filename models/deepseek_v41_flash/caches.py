@@ -12,6 +12,11 @@ def window_name(layer: int) -> str:
     return f"layers.{layer}.window"
 
 
+def draft_window_name(block: int) -> str:
+    """Window records of a draft block: keys made of the target's features."""
+    return f"mtp.{block}.window"
+
+
 def kv_name(source: int) -> str:
     """Compressed records of a KV source layer."""
     return f"layers.{source}.kv"
@@ -27,8 +32,15 @@ def state_name(source: int) -> str:
     return f"layers.{source}.open_group"
 
 
-def cache_spec(config: TextConfig, kv_rounding: bool) -> CacheSpec:
-    """What the backbone stores, in quantised records or (kv_rounding off) in float32."""
+def cache_spec(config: TextConfig, kv_rounding: bool, draft: bool = False) -> CacheSpec:
+    """What the model stores, in quantised records or (kv_rounding off) in float32.
+
+    Args:
+        config: of the model.
+        kv_rounding: quantised records.
+        draft: the draft blocks are loaded. Their context is the whole window before the newest token, so that token
+            sees one position more than a row of the backbone does.
+    """
 
     def record(kind: CacheKind, dim: int) -> CacheFormat:
         return CacheFormat(kind if kv_rounding else "f32", dim)
@@ -40,13 +52,13 @@ def cache_spec(config: TextConfig, kv_rounding: bool) -> CacheSpec:
         blocks.append(RecordSpec(index_name(source), record("index", config.index_head_dim), ratio))
         if ratio > 1:
             states.append(StateSpec(state_name(source), ratio, config.head_dim))
-    windows = [
-        RecordSpec(window_name(layer), record("fp8", config.head_dim)) for layer in range(config.num_hidden_layers)
-    ]
+    names = [window_name(layer) for layer in range(config.num_hidden_layers)]
+    if draft:
+        names += [draft_window_name(block) for block in range(config.num_nextn_predict_layers)]
     return CacheSpec(
         block_records=tuple(blocks),
-        window_records=tuple(windows),
+        window_records=tuple(RecordSpec(name, record("fp8", config.head_dim)) for name in names),
         states=tuple(states),
-        window=config.sliding_window,
+        window=config.sliding_window + (1 if draft else 0),
         ngram=config.engram_max_ngram_size if config.engram_layer_ids else 1,
     )

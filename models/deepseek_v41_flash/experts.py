@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from deepinfer.models.deepseek_v41_flash.linear import Linear, Numerics, Rows, place, place_weight
-from deepinfer.models.deepseek_v41_flash.step import StepContext
+from deepinfer.models.deepseek_v41_flash.step import RowContext
 from deepinfer.models.deepseek_v41_flash.weights import MoEWeights
 from deepinfer.ops.formats import QTensor, QuantFormat
 from deepinfer.ops.moe import ep_combine, ep_dispatch, moe_gate, moe_grouped_gemm, swiglu_quant
@@ -54,7 +54,7 @@ class Experts:
         self._gemm13 = ops.bind(moe_grouped_gemm, n=weights.w13.shape[-2], k=weights.w13.shape[-1], **dims)
         self._gemm2 = ops.bind(moe_grouped_gemm, n=weights.w2.shape[-2], k=weights.w2.shape[-1], **dims)
 
-    def __call__(self, x: Rows, step: StepContext) -> Tensor:
+    def __call__(self, x: Rows, step: RowContext) -> Tensor:
         """[T, H] collapsed, normed rows to [T, H]."""
         expert_ids, weights = self._gate(self._router(x), self._bias, None, None, self.per_token, self.scale)
         step.observe(f"{self.name}.route_experts", expert_ids)

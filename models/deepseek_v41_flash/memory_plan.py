@@ -14,7 +14,6 @@ from fractions import Fraction
 from deepinfer.models.deepseek_v41_flash.caches import cache_spec
 from deepinfer.models.deepseek_v41_flash.config import ModelConfig
 from deepinfer.models.deepseek_v41_flash.tensors import expected_tensors, loaded_parts
-from deepinfer.ops.formats import CacheFormat
 
 _BYTES = {"F32": 4, "BF16": 2, "F8_E4M3": 1, "F8_E8M0": 1, "I8": 1, "U8": 1}
 _FORMATS = {"F32": "fp32", "BF16": "bf16", "F8_E4M3": "fp8", "I8": "fp4", "U8": "fp4"}
@@ -100,11 +99,7 @@ class MemoryPlan:
             size = math.prod(shape) * _BYTES[dtype]
             by_part["engram_tables" if ".engram.embed." in name else spec.part] += size
             by_format[fmt] += size
-        caches = cache_spec(config.text, kv_rounding)
-        window = sum(record.format.record_bytes for record in caches.window_records)
-        if "draft" in parts:
-            one = CacheFormat("fp8" if kv_rounding else "f32", config.text.head_dim)
-            window += config.text.num_nextn_predict_layers * one.record_bytes
+        caches = cache_spec(config.text, kv_rounding, draft="draft" in parts)
         ratios = (Fraction(record.format.record_bytes, record.ratio) for record in caches.block_records)
         return cls(
             weight_bytes=dict(by_part),
@@ -112,7 +107,7 @@ class MemoryPlan:
             host_bytes=by_part["engram_tables"],
             num_tensors=dict(counts),
             kv_bytes_per_token=sum(ratios, Fraction(0)),
-            window_bytes_per_token=window,
+            window_bytes_per_token=sum(record.format.record_bytes for record in caches.window_records),
             window=caches.window,
             state_bytes_per_seq=sum(state.ratio * 2 * state.width * 4 for state in caches.states),
         )

@@ -9,23 +9,25 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from deepinfer.models.deepseek_v41_flash.attention import BackboneAttention
 from deepinfer.models.deepseek_v41_flash.block import Block
 from deepinfer.models.deepseek_v41_flash.caches import cache_spec
 from deepinfer.models.deepseek_v41_flash.config import ModelConfig, TextConfig
+from deepinfer.models.deepseek_v41_flash.draft import DSparkDraft
 from deepinfer.models.deepseek_v41_flash.engram import EngramHash
 from deepinfer.models.deepseek_v41_flash.engram_tables import EngramConstants
 from deepinfer.models.deepseek_v41_flash.linear import Linear, Norm, Numerics, place
 from deepinfer.models.deepseek_v41_flash.step import StepBuilder
 from deepinfer.models.deepseek_v41_flash.weights import ModelWeights
 from deepinfer.models.interface import Caches, ModelInfo, StepBatch, Tap
-from deepinfer.ops.heads import embedding, gather_rows
+from deepinfer.ops.heads import embedding, gather_rows, stream_mean
 from deepinfer.ops.mhc import mhc_apply, mhc_expand
 from deepinfer.ops.registry import OpTable
 from deepinfer.ops.rope import plain_frequencies, rope_table, yarn_frequencies
 
 
 class DeepseekV41Flash:
-    """The backbone, bound to ops and weights.
+    """The model, bound to ops and weights: the backbone, and the draft when its weights are there.
 
     Args:
         config: validated configuration.
@@ -53,17 +55,18 @@ class DeepseekV41Flash:
             max_position=text.max_position_embeddings,
             eos_token_ids=config.eos_token_ids,
         )
-        self.cache_spec = cache_spec(text, numerics.kv_rounding)
+        self.cache_spec = cache_spec(text, numerics.kv_rounding, draft=weights.draft is not None)
         self.ops = ops
         self._dtype = numerics.dtype
         self._streams = text.hc_mult
         plain, scaled = _rope_tables(text, max_model_len)
         tables = {False: place(ops, plain), True: place(ops, scaled)}
         self._embed = place(ops, weights.embed)
-        self.layers = [
-            Block(ops, text, i, layer, tables[text.compress_ratios[i] > 0], numerics)
-            for i, layer in enumerate(weights.layers)
-        ]
+        self.layers = []
+        for i, layer in enumerate(weights.layers):
+            attention = BackboneAttention(ops, text, i, layer, tables[text.compress_ratios[i] > 0], numerics)
+            per_token = text.num_experts_per_tok
+            self.layers.append(Block(ops, text, f"layers.{i}", layer, attention, numerics, per_token=per_token))
         self._engram = EngramHash(ops, text, engram) if engram is not None else None
         self._norm = Norm(ops, weights.norm, text.rms_norm_eps, quantised=False)
         self._head = Linear(ops, weights.head, numerics, out_dtype=torch.float32)
@@ -72,14 +75,25 @@ class DeepseekV41Flash:
         self._expand = ops.bind(mhc_expand, streams=text.hc_mult, hidden=text.hidden_size)
         self._gather = ops.bind(gather_rows)
         self._read = ops.bind(mhc_apply, streams=text.hc_mult, hidden=text.hidden_size)
+        self.draft: DSparkDraft | None = None
+        self._targets = frozenset(text.dspark_target_layer_ids if weights.draft is not None else ())
+        self._mean = ops.bind(stream_mean, streams=text.hc_mult, hidden=text.hidden_size)
+        if weights.draft is not None:
+            self.draft = DSparkDraft(ops, text, weights.draft, self._embed, self._head, tables[False], numerics)
 
     def forward(self, batch: StepBatch, caches: Caches, tap: Tap | None = None) -> Tensor:
         """Run one step; see `models.interface.Model.forward`."""
         step = self._build_step(batch, caches, tap)
         h, pre = self._expand(self._lookup(self._embed, batch.input_ids, self._dtype), self._streams)
         engram_rows = self._engram(step) if self._engram is not None else {}
-        for layer in self.layers:
-            h, pre = layer(h, pre, engram_rows.get(layer.layer), step)
+        features = []
+        for i, layer in enumerate(self.layers):
+            h = layer.inject(h, engram_rows.get(i), step)
+            if i in self._targets:
+                features.append(self._mean(h))
+            h, pre = layer(h, pre, step)
+        if self.draft is not None:
+            self.draft.store_context(features, step)
         rows = batch.logits_rows
         final = self._norm(self._read(self._gather(h, rows), self._gather(pre, rows)))
         step.observe("final_norm", final.plain)
@@ -87,9 +101,9 @@ class DeepseekV41Flash:
 
 
 def _rope_tables(text: TextConfig, num_positions: int) -> tuple[Tensor, Tensor]:
-    """Tables of window-only layers and of layers with compressed KV."""
+    """Tables of window-only layers, draft blocks past the last position included, and of layers with compressed KV."""
     dim, scaling = text.qk_rope_head_dim, text.rope_scaling
-    plain = rope_table(num_positions, plain_frequencies(dim, text.rope_theta))
+    plain = rope_table(num_positions + text.dspark_block_size, plain_frequencies(dim, text.rope_theta))
     scaled = yarn_frequencies(
         dim,
         text.compress_rope_theta,

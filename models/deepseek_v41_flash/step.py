@@ -11,9 +11,27 @@ from deepinfer.ops.index import build_swa_index, visible_lens
 from deepinfer.ops.registry import OpTable
 
 
-@dataclass
-class StepContext:
-    """State of one forward pass.
+@dataclass(kw_only=True)
+class RowContext:
+    """What every pass over rows has, be it the backbone's or the draft's.
+
+    Attributes:
+        positions: [T] int32, index of each row in its sequence.
+        tap: observer of intermediates, for tests.
+    """
+
+    positions: Tensor
+    tap: Tap | None = None
+
+    def observe(self, name: str, value: Tensor) -> None:
+        """Show an intermediate to the tap, if there is one."""
+        if self.tap is not None:
+            self.tap(name, value)
+
+
+@dataclass(kw_only=True)
+class StepContext(RowContext):
+    """State of one forward pass of the backbone.
 
     Attributes:
         batch: the rows.
@@ -22,7 +40,6 @@ class StepContext:
         visible: per ratio, [T] int32 compressed entries each row may see.
         selection: [T, index_topk] int32 slots chosen by the newest index source; None before the first.
         pool: [T, blocks] int32 candidate blocks of the pool source; None before it.
-        tap: observer of intermediates, for tests.
     """
 
     batch: StepBatch
@@ -31,12 +48,6 @@ class StepContext:
     visible: dict[int, Tensor]
     selection: Tensor | None = None
     pool: Tensor | None = None
-    tap: Tap | None = None
-
-    def observe(self, name: str, value: Tensor) -> None:
-        """Show an intermediate to the tap, if there is one."""
-        if self.tap is not None:
-            self.tap(name, value)
 
 
 class StepBuilder:
@@ -59,7 +70,9 @@ class StepBuilder:
             self._window,
         )
         visible = {ratio: self._visible(batch.positions, ratio) for ratio in self._ratios}
-        return StepContext(batch, caches, index, visible, tap=tap)
+        return StepContext(
+            positions=batch.positions, tap=tap, batch=batch, caches=caches, window_index=index, visible=visible
+        )
 
 
 def row_slices(num_rows: int, columns: int, limit: int = 1 << 25) -> list[slice]:

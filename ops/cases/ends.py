@@ -43,6 +43,52 @@ def gather_rows_cases() -> Iterable[Case]:
         yield from cases_of(make, ("rows",), names)
 
 
+def concat_columns_cases() -> Iterable[Case]:
+    """Empty parts, one part, strided parts, every width of element."""
+
+    def make(gen: Generator, rows: int, widths: tuple[int, ...], dtype: torch.dtype) -> dict[str, Any]:
+        wide = [integers(gen, 99, rows, 2 * width, low=-1).to(dtype) for width in widths]
+        return {"parts": tuple(part[:, ::2] for part in wide)}
+
+    for dtype in (torch.int32, *FLOATS):
+        for name, widths in (("one part", (5,)), ("single columns", (1,) * 5), ("ragged", (3, 0, 1, 6))):
+            for which, rows in row_counts():
+                tail = f"{name}, {str(dtype).removeprefix('torch.')}"
+                yield Case(f"{which}, {tail}", partial(make, rows=rows, widths=widths, dtype=dtype))
+    yield Case("draft features", partial(make, rows=2048, widths=(5120,) * 3, dtype=torch.bfloat16), "real")
+
+
+def draft_rows_cases() -> Iterable[Case]:
+    """Anchors that could not be sampled, anchors at the start and far out, sequences in any order, blocks of one."""
+
+    def make(gen: Generator, rows: int, num_tokens: int) -> dict[str, Any]:
+        ids, positions = integers(gen, 99, rows), integers(gen, 1 << 20, rows)
+        ids[1::3] = -1
+        positions[::4] = 0
+        return {
+            "anchor_ids": ids,
+            "anchor_positions": positions,
+            "seqs": torch.randperm(rows + 2, generator=gen)[:rows].int(),
+            "num_tokens": num_tokens,
+            "noise_id": 99,
+        }
+
+    for num_tokens in (1, 2, 5):
+        for name, rows in row_counts():
+            yield Case(f"{name}, blocks of {num_tokens}", partial(make, rows=rows, num_tokens=num_tokens))
+
+
+def known_ids_cases() -> Iterable[Case]:
+    """No id known, all known, some."""
+
+    def make(gen: Generator, rows: int, low: int, high: int) -> dict[str, Any]:
+        return {"token_ids": integers(gen, high, rows, low=low), "fallback": 7}
+
+    for name, low, high in (("none", -1, 0), ("all", 0, 99), ("some", -1, 2)):
+        names = ((f"{n}, {name} known", {"rows": r, "low": low, "high": high}) for n, r in row_counts())
+        yield from cases_of(make, ("token_ids",), names)
+
+
 def markov_logits_cases() -> Iterable[Case]:
     """Masked ids in the base, ragged vocabulary and rank."""
 

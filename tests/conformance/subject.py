@@ -17,6 +17,7 @@ from torch import Tensor
 
 from deepinfer.conformance.values import copied, extent, place, transform, walk
 from deepinfer.ops.backend import Backend, BindContext, Dims, Implementation, Plan
+from deepinfer.ops.host import HostRuntime
 from deepinfer.ops.registry import OpTable
 from deepinfer.ops.runtime import Runtime
 from deepinfer.ops.spec import OpSpec
@@ -146,9 +147,7 @@ def open_runtime(backend: Backend) -> Runtime:
     """The backend's runtime, or the host's for a backend that has none of its own."""
     if backend.runtime is not None:
         return backend.runtime()
-    from deepinfer.backends.cpu.runtime import CpuRuntime
-
-    return CpuRuntime()
+    return HostRuntime()
 
 
 @contextmanager

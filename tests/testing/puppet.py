@@ -14,7 +14,7 @@ import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
 
-from deepinfer.models.interface import Caches, CacheSpec, ModelInfo, StepBatch, Tap
+from deepinfer.models.interface import Caches, CacheSpec, Draft, ModelInfo, StepBatch, Tap
 
 LogitsFn = Callable[[Sequence[int]], ArrayLike]
 
@@ -40,6 +40,7 @@ class PuppetModel:
     ) -> None:
         self.info = ModelInfo("puppet", vocab_size, max_position, eos_token_ids)
         self.cache_spec = CacheSpec()
+        self.draft: Draft | None = None
         self._logits_fn = logits_fn
         self._tokens: dict[int, list[int]] = {}
 
@@ -77,6 +78,7 @@ class NullModel:
     def __init__(self, vocab_size: int, *, cache_spec: CacheSpec | None = None, max_position: int = 1 << 20) -> None:
         self.info = ModelInfo("null", vocab_size, max_position)
         self.cache_spec = cache_spec or CacheSpec()
+        self.draft: Draft | None = None
         self._row = torch.zeros(1, vocab_size)
 
     def forward(self, batch: StepBatch, caches: Caches, tap: Tap | None = None) -> Tensor:

@@ -36,32 +36,68 @@ DEEPINFER_CLONES void round_row(float* x, i64 n) {
     for (i64 i = 0; i < n; ++i) x[i] = round_bf16(x[i]);
 }
 
-// One group of codes; `count` is the group's size except at the end of a ragged row.
-DEEPINFER_INLINE void decode_e4m3(const u8* codes, float scale, i64 count, float* __restrict dst) {
-    for (i64 i = 0; i < count; ++i) dst[i] = e4m3_value(codes[i]) * scale;
+// Eight codes at a time (bits above a code are ignored), as `e4m3_value` and `e2m1_value` have them; written with vectors because the loops over the
+// scalar forms do not vectorise well, and decoding weights is what a product with few rows spends its time on.
+typedef std::int32_t I8 __attribute__((vector_size(32)));
+
+// Eight bytes, one per lane: every lane gets its word and shifts its own byte down.
+DEEPINFER_INLINE I8 load_bytes(const u8* codes) {
+    std::int32_t words[2];
+    std::memcpy(words, codes, sizeof words);
+    const I8 low = I8{} + words[0], high = I8{} + words[1];
+    return __builtin_shufflevector(low, high, 0, 1, 2, 3, 12, 13, 14, 15) >> I8{0, 8, 16, 24, 0, 8, 16, 24};
 }
 
-DEEPINFER_INLINE void decode_e2m1(const u8* codes, float scale, i64 count, float* __restrict dst) {
-    for (i64 i = 0; i < count / 2; ++i) {
-        dst[2 * i] = e2m1_value(codes[i] & 15U) * scale;
-        dst[2 * i + 1] = e2m1_value(codes[i] >> 4) * scale;
+// Eight nibbles of four bytes, the low one of each byte first.
+DEEPINFER_INLINE I8 load_nibbles(const u8* codes) {
+    std::int32_t word;
+    std::memcpy(&word, codes, sizeof word);
+    return (I8{} + word) >> I8{0, 4, 8, 12, 16, 20, 24, 28};
+}
+
+DEEPINFER_INLINE V8 e4m3_values(const I8& code) {
+    const I8 magnitude = code & 0x7F;
+    const V8 normal = (V8)((magnitude << 20) + (120 << 23));
+    const V8 value = magnitude < 8 ? (normal - 0x1p-7F) * 2.0F : normal;
+    const I8 nan = I8{} + 0x7FC00000;
+    return (V8)((magnitude == 0x7F ? nan : (I8)value) | ((code & 0x80) << 24));
+}
+
+DEEPINFER_INLINE V8 e2m1_values(const I8& code) {
+    const I8 magnitude = code & 7;
+    const V8 normal = (V8)((magnitude << 22) + (126 << 23));
+    const V8 value = magnitude < 2 ? (normal - 0.5F) * 2.0F : normal;
+    return (V8)((I8)value | ((code & 8) << 28));
+}
+
+// One group of codes; `count` is the group's size except at the end of a ragged row.
+DEEPINFER_INLINE void decode_e4m3(const u8* codes, float scale, i64 count, float* dst) {
+    i64 i = 0;
+    for (; i + 8 <= count; i += 8) store8(dst + i, e4m3_values(load_bytes(codes + i)) * scale);
+    for (; i < count; ++i) dst[i] = e4m3_value(codes[i]) * scale;
+}
+
+DEEPINFER_INLINE void decode_e2m1(const u8* codes, float scale, i64 count, float* dst) {
+    i64 i = 0;
+    for (; i + 8 <= count; i += 8) store8(dst + i, e2m1_values(load_nibbles(codes + i / 2)) * scale);
+    for (; i < count; i += 2) {
+        dst[i] = e2m1_value(codes[i / 2] & 15U) * scale;
+        dst[i + 1] = e2m1_value(codes[i / 2] >> 4) * scale;
     }
 }
 
 DEEPINFER_CLONES void decode_row(const u8* codes, const u8* scales, int kind, i64 n, float* dst) {
     if (kind == kMxfp8) {
-        i64 start = 0;
-        for (; start + 32 <= n; start += 32) decode_e4m3(codes + start, ue8m0_value(scales[start / 32]), 32, dst + start);
-        if (start < n) decode_e4m3(codes + start, ue8m0_value(scales[start / 32]), n - start, dst + start);
+        for (i64 start = 0; start < n; start += 32) {
+            decode_e4m3(codes + start, ue8m0_value(scales[start / 32]), n - start < 32 ? n - start : 32, dst + start);
+        }
         return;
     }
     const i64 group = kind == kNvfp4 ? 16 : 32;
-    i64 start = 0;
-    for (; start + group <= n; start += group) {
+    for (i64 start = 0; start < n; start += group) {
         const float scale = scale_value(kind, scales[start / group]);
-        for (i64 half = 0; half < group; half += 16) decode_e2m1(codes + (start + half) / 2, scale, 16, dst + start + half);
+        decode_e2m1(codes + start / 2, scale, n - start < group ? n - start : group, dst + start);
     }
-    if (start < n) decode_e2m1(codes + start / 2, scale_value(kind, scales[start / group]), n - start, dst + start);
 }
 
 // Largest magnitude on the bits: above the bits of infinity stands NaN, so a fault in the group wins.

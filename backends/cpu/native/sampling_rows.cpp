@@ -110,7 +110,8 @@ DEEPINFER_CLONES i64 count_better(const float* x, i64 n, float own, i64 id) {
     return better;
 }
 
-DEEPINFER_CLONES void philox_words(const u32* __restrict quads, int num_quads, const DrawKey& key, u32* __restrict words) {
+DEEPINFER_CLONES void philox_words(const u32* __restrict quads, int num_quads, const DrawKey& key,
+                                   u32* __restrict words) {
     std::array<u32, 20> round_keys;
     u32 k0 = static_cast<u32>(key.seed);
     u32 k1 = static_cast<u32>(key.seed >> 32);
