@@ -5,13 +5,46 @@ call that raises has changed nothing. A pool is not thread safe: bulk calls rele
 use it.
 """
 
-from typing import Literal
+from typing import Literal, TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
 
 _Int32Array = NDArray[np.int32]
 _Copy = tuple[Literal["block", "page", "state"], int, int]
+
+class PrefixStats(TypedDict):
+    """What sequences opened so far found in the prefix index.
+
+    Attributes:
+        queries: sequences opened with `use_prefix`.
+        hits: those that started from a stored prefix.
+        query_tokens: tokens of all queries.
+        hit_tokens: tokens that need not be computed again.
+        pageless_tokens: tokens whose blocks were stored, but not the window pages to continue from them.
+        missed_no_block: misses because the first block is not stored.
+        missed_no_pages: misses because blocks are stored, but window pages of none of their boundaries.
+        missed_too_short: misses because no block is full before the last token.
+        disabled: sequences opened without the index.
+        evicted_blocks: entries given up for memory.
+        evicted_pages: window pages given up for memory.
+        held_blocks: blocks in the index now, those that sequences hold as well included.
+        held_pages: window pages in the index now.
+    """
+
+    queries: int
+    hits: int
+    query_tokens: int
+    hit_tokens: int
+    pageless_tokens: int
+    missed_no_block: int
+    missed_no_pages: int
+    missed_too_short: int
+    disabled: int
+    evicted_blocks: int
+    evicted_pages: int
+    held_blocks: int
+    held_pages: int
 
 class PoolExhaustedError(RuntimeError):
     """`open`, `fork` or `truncate` needs a slot, block or page and none is free."""
@@ -23,6 +56,10 @@ class KVPool:
     equal calls give equal ids. Let the next query of a sequence stand at n = `num_computed`. It sees positions
     > n - window, and a rollback takes back at most lookback - window computed tokens, so everything from
     n - lookback + 1 on is kept: the first page held is `max(0, n - lookback + 1) // window_page`.
+
+    After `enable_prefix`, full blocks and their window pages stay findable by token ids when their sequences have ended.
+    Those that no sequence holds count as free, and are given up, least recently used first, when others run out. What
+    sequences share is never written: a sequence starts at a block boundary, behind all that it adopts.
     """
 
     def __init__(
@@ -67,9 +104,13 @@ class KVPool:
     @property
     def num_slots(self) -> int: ...
     @property
-    def num_free_blocks(self) -> int: ...
+    def num_free_blocks(self) -> int:
+        """Blocks that no sequence holds, those in the prefix index included."""
+
     @property
-    def num_free_pages(self) -> int: ...
+    def num_free_pages(self) -> int:
+        """Window pages that no sequence holds, those in the prefix index included."""
+
     @property
     def num_free_slots(self) -> int: ...
     def is_open(self, seq: int) -> bool:
@@ -93,8 +134,35 @@ class KVPool:
     def pages(self, seq: int) -> _Int32Array:
         """A copy of the window pages; entry i has page index `first_page + i`."""
 
-    def open(self, token_ids: _Int32Array) -> int:
-        """Start a sequence of these tokens, none computed and no memory held, and return its handle.
+    def enable_prefix(self, page_interval: int = 4096) -> None:
+        """Keep what sequences with `use_prefix` compute, for sequences with equal tokens.
+
+        Args:
+            page_interval: window pages before every multiple of so many tokens outlast others, as those before the end
+                of a prompt and before the newest boundary of a sequence do.
+
+        Raises:
+            ValueError: it is enabled already, or `page_interval` is below 1.
+        """
+
+    def match(self, token_ids: _Int32Array, salt: int = 0) -> tuple[int, int]:
+        """What `open(token_ids, salt, use_prefix=True)` would adopt; changes nothing and is not counted.
+
+        Returns:
+            The number of tokens, a multiple of `block_size` below `len(token_ids)`, and how many of its blocks no
+            sequence holds: `num_free_blocks` falls by as many.
+        """
+
+    def open(self, token_ids: _Int32Array, salt: int = 0, use_prefix: bool = False) -> int:
+        """Start a sequence of these tokens and return its handle.
+
+        It holds no memory, unless `use_prefix` finds a stored prefix whose last window pages are stored as well: then
+        it holds those, and `num_computed` is the length of that prefix. The last token is never part of it.
+
+        Args:
+            token_ids: prompt, and outputs so far where a sequence is resumed.
+            salt: only sequences of equal salt share anything; 0 to 2**64 - 1.
+            use_prefix: look the tokens up, and enter what is computed. Without `enable_prefix` it does nothing.
 
         Raises:
             PoolExhaustedError: no free slot.
@@ -132,6 +200,8 @@ class KVPool:
     def commit(self, seqs: _Int32Array, new_computed: _Int32Array) -> None:
         """Say that records of positions below `new_computed[i]` are stored, and free pages behind the window.
 
+        Blocks that are full now enter the prefix index. Where equal tokens are there already, theirs stay.
+
         Raises:
             ValueError: a value is below `num_computed` (that is `truncate`), above `num_tokens` or not reserved, or
                 a sequence is named twice.
@@ -151,7 +221,23 @@ class KVPool:
         """
 
     def release_memory(self, seq: int) -> None:
-        """Preempt: free blocks and pages and set `num_computed` to 0; tokens and handle stay."""
+        """Preempt: free blocks and pages and set `num_computed` to 0; tokens and handle stay.
+
+        To resume from the prefix index, `close` instead and `open` again.
+        """
+
+    def quarantine(self, seq: int) -> None:
+        """Distrust what a sequence computed: its prefix leaves the index with all that continues it.
+
+        Sequences that share it keep their memory, and enter it again with the next block they fill. This one enters
+        nothing any more.
+        """
+
+    def reset_prefix(self) -> None:
+        """Empty the prefix index, as after a change of weights."""
+
+    def prefix_stats(self) -> PrefixStats:
+        """Counters of the prefix index; all but `disabled` are 0 when there is none."""
 
     def fork(self, seq: int) -> tuple[int, list[_Copy]]:
         """Open a second sequence with the same tokens and computed positions, sharing what is full.

@@ -28,7 +28,7 @@ MAX_SEED = 2**64 - 1
 
 _OUR_OTHER_VARIABLES = frozenset({"GOLDEN"})  # read by the tests
 _RENAMED = {"ENGRAM_FORCE_GPU_STORAGE": "engram"}
-_INERT = {"USE_NEXTN_DECODE": "0", "ENABLE_MTP_VARLEN": "0", "ENFORCE_EAGER": "1", "DFLASH_ENFORCE_EAGER": "1"}
+_INERT = {"ENFORCE_EAGER": "1", "DFLASH_ENFORCE_EAGER": "1"}
 """Names of features that do not exist here, with the value that asks for exactly that."""
 
 # Source: the environment of DeepSeek's DeepInfer 0.1.0.
@@ -72,6 +72,8 @@ class EngineSettings(TypedDict, total=False):
     memory_utilization: float
     block_size: int
     window_page: int
+    prefix_caching: bool
+    prefix_window_pages: int | None
     kv_rounding: bool
     activation_rounding: bool | None
     batch_invariant: bool
@@ -82,6 +84,10 @@ class EngineSettings(TypedDict, total=False):
     load_vision: bool
     num_threads: int | None
     ops: str
+    async_scheduling: bool | None
+    speculation: Literal["off", "coupled", "rejection"]
+    num_drafts: int | None
+    draft_schedule: Literal["adaptive", "fixed"]
 
 
 @dataclass(frozen=True)
@@ -166,6 +172,14 @@ class EngineConfig:
     memory_utilization: float = _setting(0.9, _Rule(float, low=0, high=1), "share of device memory to use in all")
     block_size: int = _setting(128, _Rule(int, low=1), "tokens in a KV block")
     window_page: int = _setting(0, _Rule(int, low=0), "tokens in a window page")
+    prefix_caching: bool = _setting(
+        True, _Rule(bool), "keep the KV of finished and preempted requests for prompts that begin alike"
+    )
+    prefix_window_pages: int | None = _setting(
+        None,
+        _Rule(int, low=0, optional=True),
+        "window pages on top of what requests need, kept to continue stored prefixes; None: as many again",
+    )
     kv_rounding: bool = _setting(True, _Rule(bool), "store KV in the formats the model was trained with")
     activation_rounding: bool | None = _setting(
         None, _Rule(bool, optional=True), "round the inputs of matmuls; None: with bfloat16 only"
@@ -179,6 +193,20 @@ class EngineConfig:
     load_draft: bool = _setting(False, _Rule(bool), "load the draft blocks (mtp.*)")
     load_vision: bool = _setting(False, _Rule(bool), "load the vision tower")
     num_threads: int | None = _setting(None, _Rule(int, low=1, optional=True), "threads on the CPU; None: torch's own")
+    async_scheduling: bool | None = _setting(
+        None, _Rule(bool, optional=True), "plan a step while the one before runs; None: on asynchronous devices"
+    )
+    speculation: Literal["off", "coupled", "rejection"] = _setting(
+        "off",
+        _Rule(str, choices=("off", "coupled", "rejection")),
+        "draft tokens ahead; with coupled the answer is the one without",
+    )
+    num_drafts: int | None = _setting(
+        None, _Rule(int, low=1, optional=True), "most drafts of a step; None: the draft's own block"
+    )
+    draft_schedule: Literal["adaptive", "fixed"] = _setting(
+        "adaptive", _Rule(str, choices=("adaptive", "fixed")), "verify as many drafts as pay, or always all"
+    )
     ops: str = _setting("", _Rule(str), "op=implementation pairs that override the choice, separated by commas")
 
     def __post_init__(self) -> None:

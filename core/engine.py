@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -17,13 +17,15 @@ from deepinfer.core.caches import CacheStore, pool_row_bytes
 from deepinfer.core.config import EngineConfig
 from deepinfer.core.errors import ConfigError, RequestError
 from deepinfer.core.executor import Executor, StepLimits
-from deepinfer.core.kv_blocks import KVBlockManager
+from deepinfer.core.kv_blocks import KVBlockManager, prefix_salt
 from deepinfer.core.output_recorder import OutputRecorder
 from deepinfer.core.outputs import RequestOutput
 from deepinfer.core.request import Request
-from deepinfer.core.sampler import Sampler, derive_seed
+from deepinfer.core.runner import Drawn, LaunchedStep, StepRunner
+from deepinfer.core.sampler import Sampler, TokenLogprobs, derive_seed
 from deepinfer.core.sampling_params import SamplingParams
-from deepinfer.core.scheduler import Scheduler, StepPlan
+from deepinfer.core.scheduler import Scheduler
+from deepinfer.core.speculation import Drafting, LengthPolicy
 from deepinfer.core.tokenizer import Tokenizer
 from deepinfer.models.interface import Model
 from deepinfer.ops.registry import OpTable
@@ -31,7 +33,14 @@ from deepinfer.ops.registry import OpTable
 
 @dataclass
 class EngineStats:
-    """Counters since the engine was made, and what runs now."""
+    """Counters since the engine was made, and what runs now.
+
+    Attributes:
+        prefix_query_tokens: tokens of requests that were admitted, or resumed, and may start from stored KV.
+        prefix_hit_tokens: those of them that were stored.
+        prefix_misses: admissions without a hit by cause: `no_block` (nothing stored begins alike), `no_pages` (it does,
+            but its window is gone), `too_short` (no full block before the last token), `disabled`.
+    """
 
     num_running: int = 0
     num_waiting: int = 0
@@ -42,6 +51,9 @@ class EngineStats:
     num_finished: int = 0
     num_free_blocks: int = 0
     num_blocks: int = 0
+    prefix_query_tokens: int = 0
+    prefix_hit_tokens: int = 0
+    prefix_misses: dict[str, int] = field(default_factory=dict)
 
 
 class Engine:
@@ -70,16 +82,25 @@ class Engine:
         num_seqs = min(config.max_num_seqs, max_rows)
         num_blocks = config.num_kv_blocks or self._num_blocks_that_fit(max_len, num_seqs)
         page = config.window_page
-        pages_per_seq = -(-(spec.window + page) // page) + 1
+        # Tokens that steps in flight may plan beyond what turns out to be accepted.
+        lookahead = 2 * (self._block_of_drafts() + 1)
+        pages_per_seq = -(-(spec.window + lookahead + page) // page) + 1
         # Enough for every sequence's window and one step's rows on top, so that only blocks can run out.
         num_pages = num_seqs * pages_per_seq + -(-max_rows // page) + num_seqs
+        # A model that keeps no records here, as a puppet does, has nothing that another request could start from.
+        self._reuses = config.prefix_caching and bool(spec.block_records or spec.window_records)
+        if self._reuses:
+            extra = config.prefix_window_pages
+            num_pages += num_seqs * pages_per_seq if extra is None else extra
         self.blocks = KVBlockManager(
             num_blocks,
             config.block_size,
             num_window_pages=num_pages,
             window_page=page,
             window=spec.window,
+            max_rollback=lookahead,
             num_slots=num_seqs,
+            prefix_caching=self._reuses,
         )
         self.max_len = min(max_len, num_blocks * config.block_size)
         caches = CacheStore(
@@ -90,12 +111,20 @@ class Engine:
             num_window_pages=num_pages,
             window_page=page,
             num_slots=num_seqs,
+            max_rollback=lookahead,
         )
-        limits = StepLimits(max_rows, num_seqs, self.max_len)
+        limits = StepLimits(max_rows, num_seqs, self.max_len, lookahead)
         self.executor = Executor(model, caches, self.blocks, self._runtime, limits)
         rows_with_logits = max(1, min(512, (1 << 26) // model.info.vocab_size))
         self.scheduler = Scheduler(self.blocks, num_seqs, max_rows, rows_with_logits)
         self.sampler = Sampler(ops, num_slots=num_seqs)
+        self._drafting = self._make_drafting(caches, num_seqs)
+        self._runner = StepRunner(self.executor, self.sampler, ops, self._drafting)
+        asynchronous = config.async_scheduling
+        self.is_async = self._runtime.capabilities.asynchronous if asynchronous is None else asynchronous
+        self._in_flight: LaunchedStep | None = None
+        self._drawn: Drawn | None = None
+        self._drew: list[Request] = []
         self._recorder = OutputRecorder(model.info.eos_token_ids, tokenizer)
         self._requests: dict[str, Request] = {}
         self._ended: list[RequestOutput] = []
@@ -113,6 +142,8 @@ class Engine:
         chunk_size: int | None = None,
         decode_from: int | None = None,
         return_logits: bool = False,
+        use_prefix: bool = True,
+        cache_salt: str | None = None,
     ) -> None:
         """Check a request and queue it.
 
@@ -125,6 +156,9 @@ class Engine:
             chunk_size: most rows of one step.
             decode_from: position from which prompt tokens run one at a time.
             return_logits: keep the logits of all prompt positions in the result.
+            use_prefix: start from stored KV of an equal prefix, and store this request's own. Requests that want logits
+                or logprobs of prompt positions never do.
+            cache_salt: only requests of equal salt share KV.
 
         Raises:
             RequestError: the request cannot be served; nothing was queued.
@@ -143,44 +177,32 @@ class Engine:
         self._ordinal += 1
         request = Request.new(request_id, ids, params, seed, self.max_len, prompt)
         request.chunk_size, request.decode_from, request.return_logits = chunk_size, decode_from, return_logits
+        request.use_prefix = use_prefix and self._reuses and request.num_prompt_rows_wanted == 0
+        request.prefix_salt = prefix_salt(cache_salt)
         self._recorder.start(request)
         self._requests[request_id] = request
         self.scheduler.add(request)
 
     def step(self) -> list[RequestOutput]:
-        """Run one step.
+        """Launch a step and collect a finished one: the same one, or with asynchronous scheduling the one before.
 
         Returns:
-            The results that changed: of requests that got a token, scored their prompt, or ended. They are the live
+            The results that changed: of requests that got tokens, scored their prompt, or ended. They are the live
             objects, updated by later steps until `finished`.
         """
         changed, self._ended = self._ended, []
-        plan = self.scheduler.plan()
-        if plan is None:
-            return changed
-        now = time.monotonic()
-        meta = self.executor.plan(plan.seqs, plan.query_lens)
-        rows, sampled, scored = self._rows_wanted(plan)
-        logits = self.executor.run(meta, rows)
-        self._advance(plan, now)
-        if scored:
-            self._score_prompts(scored, logits[len(sampled) :])
-        if sampled:
-            self._sample(sampled, logits[: len(sampled)])
-        self._stats.num_steps += 1
-        for request in plan.requests:
-            if request.completion.finish_reason is None and request.num_computed == request.num_tokens:
-                self._recorder.finish(request, "length")  # nothing to sample: max_tokens=0, or logits only
-            if request.completion.finish_reason is not None:
-                self._end(request)
-                changed.append(request.output)
-        finished = {id(o) for o in changed}
-        changed.extend(r.output for r in sampled if id(r.output) not in finished)
+        launched = self._launch()
+        if self.is_async:
+            finished, self._in_flight = self._in_flight, launched
+        else:
+            finished = launched
+        if finished is not None:
+            changed.extend(self._collect(finished))
         return changed
 
     def has_unfinished(self) -> bool:
         """Requests are live, or results have not been fetched yet."""
-        return self.scheduler.has_work or bool(self._ended)
+        return self.scheduler.has_work or bool(self._ended) or self._in_flight is not None
 
     def abort(self, request_id: str) -> bool:
         """End a request now and free what it holds; its result comes with the next step.
@@ -202,6 +224,14 @@ class Engine:
         self._stats.num_waiting = len(self.scheduler.waiting)
         self._stats.num_preemptions = self.scheduler.num_preemptions
         self._stats.num_free_blocks = self.blocks.num_free_blocks
+        prefix = self.blocks.pool.prefix_stats()
+        self._stats.prefix_query_tokens, self._stats.prefix_hit_tokens = prefix["query_tokens"], prefix["hit_tokens"]
+        self._stats.prefix_misses = {
+            "no_block": prefix["missed_no_block"],
+            "no_pages": prefix["missed_no_pages"],
+            "too_short": prefix["missed_too_short"],
+            "disabled": prefix["disabled"],
+        }
         return self._stats
 
     def close(self) -> None:
@@ -209,6 +239,35 @@ class Engine:
         for request_id in list(self._requests):
             self.abort(request_id)
         self._runtime.synchronize()
+
+    def _block_of_drafts(self) -> int:
+        """Most drafts of a step; 0 without speculation.
+
+        Raises:
+            ConfigError: speculation is asked for, and the model has no draft.
+        """
+        if self.config.speculation == "off":
+            return 0
+        draft = self.model.draft
+        if draft is None:
+            raise ConfigError(
+                f"speculation={self.config.speculation!r} needs a draft, and {self.model.info.name} has none loaded"
+            )
+        return min(self.config.num_drafts or draft.num_tokens, draft.num_tokens)
+
+    def _make_drafting(self, caches: CacheStore, num_seqs: int) -> Drafting | None:
+        num_drafts = self._block_of_drafts()
+        if num_drafts == 0 or self.model.draft is None:
+            return None
+        return Drafting(
+            self.model.draft,
+            caches,
+            self.sampler,
+            self._ops,
+            rejection=self.config.speculation == "rejection",
+            policy=LengthPolicy(num_drafts, self.config.draft_schedule == "adaptive"),
+            max_seqs=num_seqs,
+        )
 
     def _num_blocks_that_fit(self, max_len: int, num_seqs: int) -> int:
         """Blocks that memory allows, and no more than all sequences could ever fill."""
@@ -239,72 +298,103 @@ class Engine:
                 "token_out_of_range", f"prompt_token_ids[{ids.index(bad)}] is {bad}; ids run from 0 to {vocab - 1}"
             )
 
-    def _rows_wanted(self, plan: StepPlan) -> tuple[np.ndarray, list[Request], list[tuple[Request, int, int]]]:
-        """Rows whose logits this step needs: sampled ones first, then prompt positions of (request, first, count)."""
-        starts = np.cumsum(plan.query_lens) - plan.query_lens
-        last = (starts + plan.query_lens - 1).astype(np.int32)
-        take, sampled, scored, prompt_rows = [], [], [], []
-        for i, (request, count) in enumerate(zip(plan.requests, plan.query_lens.tolist(), strict=True)):
-            if request.num_computed + count == request.num_tokens and request.params.max_tokens > 0:
-                take.append(i)
-                sampled.append(request)
-            wanted = request.num_prompt_rows_wanted
-            if wanted:
-                first = max(request.num_prompt_rows_done, request.num_computed)
-                end = min(wanted, request.num_computed + count)
-                if first < end:
-                    scored.append((request, first, end - first))
-                    offset = int(starts[i]) - request.num_computed
-                    prompt_rows.append(np.arange(first + offset, end + offset, dtype=np.int32))
-        rows = np.concatenate([last[take], *prompt_rows]) if prompt_rows else last[take]
-        return rows.astype(np.int32, copy=False), sampled, scored
-
-    def _advance(self, plan: StepPlan, now: float) -> None:
-        stats, computed = self._stats, []
+    def _launch(self) -> LaunchedStep | None:
+        plan = self.scheduler.plan()
+        if plan is None:
+            return None
+        launched = self._runner.launch(plan, self._drawn)
+        now = time.monotonic()
         for request, count in zip(plan.requests, plan.query_lens.tolist(), strict=True):
+            request.planned_computed += count
             if request.output.timings.scheduled is None:
                 request.output.timings.scheduled = now
-                stats.num_prompt_tokens += len(request.prompt_token_ids)
-            request.num_computed += count
-            computed.append(request.num_computed)
-        self.blocks.commit(plan.seqs, np.array(computed, dtype=np.int32))
+                self._stats.num_prompt_tokens += len(request.prompt_token_ids)
+        if self._drawn is not None:
+            for request in self._drew:
+                request.draw = -1
+        self._drawn, self._drew = launched.drawn, launched.draws
+        next_drafts = self._drafting.length if self._drafting is not None else 0
+        for place, (request, drafts) in enumerate(zip(launched.draws, launched.num_drafts, strict=True)):
+            request.planned_tokens += drafts + 1
+            request.draw = place
+            request.num_drafts = next_drafts
+        return launched
 
-    def _score_prompts(self, scored: list[tuple[Request, int, int]], logits: torch.Tensor) -> None:
+    def _collect(self, launched: LaunchedStep) -> list[RequestOutput]:
+        """Wait for a launched step and record what it brought; requests preempted or ended since then are skipped."""
+        plan, touched = launched.plan, []
+        for request, epoch, first, count, logits in launched.scored:
+            if request.epoch == epoch and request.completion.finish_reason is None:
+                self._score_prompt(request, first, count, logits)
+        drawn = launched.drawn
+        emitted: list[int] = []
+        if drawn is not None:
+            tokens = self._runtime.to_host(drawn.tokens).tolist()
+            emitted = self._runtime.to_host(drawn.num_emitted).tolist()
+            logprobs = self.sampler.fetch_logprobs(launched.logprobs) if launched.logprobs is not None else None
+            drawn.planned = drawn.num_emitted  # what follows is planned from what is known
+        seqs, computed = [], []
+        taken_back: dict[int, int] = {}
         start = 0
-        for request, first, count in scored:
-            part = logits[start : start + count]
-            start += count
-            if request.return_logits:
-                request.prompt_logits.append(self._runtime.to_host(part).clone())
-            else:
-                targets = request.prompt_token_ids[first + 1 : first + 1 + count]
-                wanted = request.params.prompt_logprobs or 0
-                logprobs = self.sampler.logprobs(part, targets, wanted)
-                self._recorder.add_prompt_logprobs(request, targets, logprobs)
+        logprob_rows = iter(_starts([launched.num_drafts[i] + 1 for i in launched.logprob_of]))
+        wants = set(launched.logprob_of)
+        for i, (request, drafts) in enumerate(zip(launched.draws, launched.num_drafts, strict=True)):
+            first_row = next(logprob_rows) if i in wants else -1
+            if request.epoch == launched.draw_epochs[i] and request.completion.finish_reason is None:
+                count = emitted[i]
+                if self._drafting is not None:
+                    self._drafting.record(drafts, count - 1)
+                taken_back[id(request)] = drafts + 1 - count
+                request.planned_computed -= drafts + 1 - count
+                request.planned_tokens -= drafts + 1 - count
+                self._record(request, tokens[start : start + count], logprobs if i in wants else None, first_row)
+                touched.append(request)
+            start += drafts + 1
+        for request, epoch, count in zip(plan.requests, launched.epochs, plan.query_lens.tolist(), strict=True):
+            if request.epoch != epoch or not request.seq:
+                continue
+            request.num_computed += count - taken_back.get(id(request), 0)
+            if request.completion.finish_reason is None and request.params.max_tokens == 0:
+                if request.num_computed == request.num_tokens:
+                    self._recorder.finish(request, "length")  # nothing to sample: the prompt is scored
+                    touched.append(request)
+            if request.completion.finish_reason != "error":
+                # What a request computed up to its end may serve another; drafts behind a stop token are not its text.
+                seqs.append(request.seq)
+                computed.append(min(request.num_computed, request.num_tokens))
+        if seqs:
+            self.blocks.commit(np.array(seqs, dtype=np.int32), np.array(computed, dtype=np.int32))
+        self._stats.num_steps += 1
+        for request in touched:
+            if request.completion.finish_reason is not None:
+                self._end(request)
+        return [request.output for request in touched]
 
-    def _sample(self, requests: list[Request], logits: torch.Tensor) -> None:
-        """Draw one token per request, record it, and make it known to those that go on."""
-        slots = np.fromiter((r.seq for r in requests), dtype=np.int32, count=len(requests))
-        index = np.fromiter((len(r.completion.token_ids) for r in requests), dtype=np.int32, count=len(requests))
-        for request in requests:
-            if request.sampling_slot != request.seq:  # admitted, for the first time or again
-                self.sampler.set_slot(request.seq, request.params, request.seed)
-                request.sampling_slot = request.seq
-        tokens = self.sampler.sample(logits, slots, index)
-        wanted = [i for i, r in enumerate(requests) if r.params.logprobs is not None and tokens[i] >= 0]
-        if wanted:
-            most = max(requests[i].params.logprobs or 0 for i in wanted)
-            logprobs = self.sampler.logprobs(logits[wanted], tokens[wanted], most)
-        going_on = []
-        for i, (request, token) in enumerate(zip(requests, tokens.tolist(), strict=True)):
+    def _record(
+        self, request: Request, tokens: list[int], logprobs: TokenLogprobs | None, first_row: int
+    ) -> None:
+        """Record emitted tokens up to a stop, and make them known to the block manager."""
+        before = request.num_tokens
+        for place, token in enumerate(tokens):
             self._recorder.add_token(request, token)
-            self._stats.num_generated_tokens += token >= 0
-            if request.completion.finish_reason is None:
-                going_on.append(i)
-        for row, i in enumerate(wanted):
-            self._recorder.add_logprobs(requests[i], int(tokens[i]), logprobs, row)
-        if going_on:
-            self.blocks.pool.append(slots[going_on], tokens[going_on])
+            if token >= 0:
+                self._stats.num_generated_tokens += 1
+                if logprobs is not None:
+                    self._recorder.add_logprobs(request, token, logprobs, first_row + place)
+            else:
+                self.blocks.quarantine(request.seq)
+            if request.completion.finish_reason is not None:
+                break
+        new = request.completion.token_ids[before - len(request.prompt_token_ids) :]
+        self.blocks.pool.append_many(request.seq, np.array(new, dtype=np.int32))
+
+    def _score_prompt(self, request: Request, first: int, count: int, logits: torch.Tensor) -> None:
+        if request.return_logits:
+            request.prompt_logits.append(self._runtime.to_host(logits).clone())
+            return
+        targets = request.prompt_token_ids[first + 1 : first + 1 + count]
+        logprobs = self.sampler.logprobs(logits, targets, request.params.prompt_logprobs or 0)
+        self._recorder.add_prompt_logprobs(request, targets, logprobs)
 
     def _end(self, request: Request) -> None:
         self.scheduler.finish(request)
@@ -312,3 +402,9 @@ class Engine:
         if request.return_logits and request.prompt_logits:
             request.output.prompt_logits = torch.cat(request.prompt_logits)
         self._stats.num_finished += 1
+
+
+def _starts(widths: list[int]) -> list[int]:
+    """First entry of each of several runs of these widths."""
+    ends = np.cumsum(np.array(widths, dtype=np.int64))
+    return [int(end) - width for end, width in zip(ends, widths, strict=True)]

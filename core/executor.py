@@ -21,11 +21,12 @@ from deepinfer.ops.runtime import Runtime
 
 @dataclass(frozen=True)
 class StepLimits:
-    """The largest step: rows, sequences, and tokens of one sequence."""
+    """The largest step: rows, sequences, tokens of one sequence, and planned ones beyond those while steps fly."""
 
     max_rows: int
     max_seqs: int
     max_seq_len: int
+    lookahead: int = 0
 
 
 class Executor:
@@ -47,35 +48,50 @@ class Executor:
         self._blocks = blocks
         self._runtime = runtime
         self._ratios = model.cache_spec.ratios
-        self._buffers = StepBuffers(
-            max_rows=limits.max_rows,
-            max_seqs=limits.max_seqs,
-            max_blocks=blocks.blocks_for(limits.max_seq_len),
-            max_window_pages=blocks.max_window_pages(limits.max_rows),
-            ratios=self._ratios,
-            ngram=model.cache_spec.ngram,
-        )
+        # Two sets: the next step is planned while copies of the one before may still be read.
+        self._buffers = [
+            StepBuffers(
+                max_rows=limits.max_rows,
+                max_seqs=limits.max_seqs,
+                max_blocks=blocks.blocks_for(limits.max_seq_len + limits.lookahead),
+                max_window_pages=blocks.max_window_pages(limits.max_rows),
+                ratios=self._ratios,
+                ngram=model.cache_spec.ngram,
+            )
+            for _ in range(2)
+        ]
+        self._turn = 0
 
-    def plan(self, seqs: Int32Array, query_lens: Int32Array) -> StepMetadata:
-        """Write the metadata of a step into the host buffers; valid until the next call."""
-        return self._buffers.write(self._blocks.pool, seqs, query_lens)
+    @property
+    def block_size(self) -> int:
+        """Tokens per block."""
+        return self._blocks.pool.block_size
 
-    def run(self, step: StepMetadata, logits_rows: Int32Array, tap: Tap | None = None) -> Tensor:
-        """Run a planned step.
+    def plan(self, seqs: Int32Array, query_lens: Int32Array, starts: Int32Array | None = None) -> StepMetadata:
+        """Write the metadata of a step into host buffers, valid until the call after the next.
+
+        Args:
+            seqs: [S] int32 handles.
+            query_lens: [S] int32 rows of each.
+            starts: [S] int32 positions of the first rows, upper bounds where steps are in flight; by default what is
+                computed.
+        """
+        self._turn = 1 - self._turn
+        return self._buffers[self._turn].write(self._blocks.pool, seqs, query_lens, starts=starts)
+
+    def batch(self, step: StepMetadata, logits_rows: Int32Array) -> StepBatch:
+        """A planned step on the device.
 
         Args:
             step: from `plan`.
             logits_rows: [n] int32 rows whose logits are wanted.
-            tap: observer of intermediates, for tests.
-
-        Returns:
-            [n, vocab] float32 on the device.
         """
-        send = self._send
+        send = self.send
         max_seq_len = int(step.seq_lens.max()) if step.num_seqs else 0
         columns = max(self._blocks.blocks_for(max_seq_len), 1)
         pages = max(int(step.window_table_lens.max()) if step.num_seqs else 0, 1)
-        batch = StepBatch(
+        packed = send(np.stack([step.slots[ratio] for ratio in self._ratios]))
+        return StepBatch(
             input_ids=send(step.input_ids),
             positions=send(step.positions),
             row_to_seq=send(step.row_to_seq),
@@ -86,14 +102,23 @@ class Executor:
             window_first_page=send(step.window_first_page),
             window_page=self._blocks.pool.window_page,
             window_slots=send(step.window_slots),
-            ratio_slots={ratio: send(slots) for ratio, slots in step.slots.items()},
+            ratio_slots={ratio: packed[i] for i, ratio in enumerate(self._ratios)},
+            packed_ratio_slots=packed,
             state_slots=send(step.state_slots),
             history=send(step.history),
             logits_rows=send(logits_rows),
             max_seq_len=max_seq_len,
         )
+
+    def forward(self, batch: StepBatch, tap: Tap | None = None) -> Tensor:
+        """Run a step: [n, vocab] float32 logits of its `logits_rows`, on the device."""
         with torch.inference_mode():
             return self.model.forward(batch, self.caches, tap)
 
-    def _send(self, array: Int32Array) -> Tensor:
+    def send(self, array: Int32Array) -> Tensor:
+        """A host array on the device."""
         return self._runtime.to_device(torch.from_numpy(np.ascontiguousarray(array)))
+
+    def no_drafts(self, count: int) -> Tensor:
+        """[count, 0] int32."""
+        return self._runtime.empty((count, 0), torch.int32)

@@ -5,6 +5,7 @@ bookkeeping that is hot lives in `core._native`; here are its defaults, its sizi
 runs, waits or is preempted is the scheduler's business.
 """
 
+import hashlib
 import math
 from typing import Literal, NamedTuple
 
@@ -18,6 +19,7 @@ DEFAULT_BLOCK_SIZE = 128
 DEFAULT_WINDOW_PAGE = 32
 DEFAULT_WINDOW = 128
 DEFAULT_NUM_SLOTS = 256
+DEFAULT_PAGE_INTERVAL = 4096
 
 
 class KVCopy(NamedTuple):
@@ -26,6 +28,21 @@ class KVCopy(NamedTuple):
     kind: Literal["block", "page", "state"]
     src: int
     dst: int
+
+
+class PrefixMatch(NamedTuple):
+    """The stored prefix that a sequence would start from.
+
+    Attributes:
+        num_tokens: its length, a multiple of the block size.
+        num_idle_blocks: its blocks that no sequence holds; adopting them leaves so many fewer free.
+    """
+
+    num_tokens: int
+    num_idle_blocks: int
+
+
+NO_MATCH = PrefixMatch(0, 0)
 
 
 class KVBlockManager:
@@ -48,6 +65,8 @@ class KVBlockManager:
         window: int = DEFAULT_WINDOW,
         max_rollback: int = 0,
         num_slots: int = DEFAULT_NUM_SLOTS,
+        prefix_caching: bool = False,
+        page_interval: int = DEFAULT_PAGE_INTERVAL,
     ) -> None:
         """Make the bookkeeping of an empty cache.
 
@@ -59,6 +78,8 @@ class KVBlockManager:
             window: positions a query sees, itself included.
             max_rollback: computed tokens that `truncate` may take back, the drafts of the steps in flight.
             num_slots: sequences that may be open at once.
+            prefix_caching: keep full blocks for sequences with equal tokens, until their memory is needed.
+            page_interval: window pages before every multiple of so many tokens are kept longer than others.
 
         Raises:
             ConfigError: a size is out of range, or `window_page` does not divide `block_size`.
@@ -79,17 +100,19 @@ class KVBlockManager:
                 lookback=window + max_rollback,
                 num_slots=num_slots,
             )
+            if prefix_caching:
+                self.pool.enable_prefix(page_interval)
         except (ValueError, OverflowError) as error:
             raise ConfigError(str(error)) from error
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks that nobody holds."""
+        """Blocks that no sequence holds; those kept for later sequences are given up when needed."""
         return self.pool.num_free_blocks
 
     @property
     def num_free_pages(self) -> int:
-        """Window pages that nobody holds."""
+        """Window pages that no sequence holds, counted as blocks are."""
         return self.pool.num_free_pages
 
     @property
@@ -131,17 +154,30 @@ class KVBlockManager:
             raise
         return seq
 
-    def open(self, token_ids: Int32Array) -> int:
-        """Start a sequence of these tokens, holding no memory yet, and return its handle.
+    def match(self, token_ids: Int32Array, salt: int = 0) -> PrefixMatch:
+        """The stored prefix that `open` would start from, without the last token at least; it is not counted.
 
         Args:
             token_ids: [num_tokens] int32.
+            salt: as for `open`.
+        """
+        return PrefixMatch(*self.pool.match(token_ids, salt))
+
+    def open(self, token_ids: Int32Array, salt: int = 0, *, use_prefix: bool = False) -> int:
+        """Start a sequence of these tokens and return its handle.
+
+        It holds no memory yet, or that of a stored prefix: `pool.num_computed` tells how long that is.
+
+        Args:
+            token_ids: [num_tokens] int32.
+            salt: from `prefix_salt`; only sequences of equal salt share memory.
+            use_prefix: start from a stored prefix, and store what is computed.
 
         Raises:
             OutOfBlocksError: no sequence slot is free.
         """
         try:
-            return self.pool.open(token_ids)
+            return self.pool.open(token_ids, salt, use_prefix)
         except PoolExhaustedError as error:
             raise OutOfBlocksError(str(error)) from error
 
@@ -213,6 +249,10 @@ class KVBlockManager:
             raise OutOfBlocksError(str(error)) from error
         return child, [KVCopy(*copy) for copy in copies]
 
+    def quarantine(self, seq: int) -> None:
+        """Distrust what a sequence computed: no later sequence starts from it, and it stores nothing more."""
+        self.pool.quarantine(seq)
+
     def preempt(self, seq: int) -> None:
         """Free a sequence's memory; its tokens and handle stay, and all of it is to be computed again."""
         self.pool.release_memory(seq)
@@ -220,6 +260,13 @@ class KVBlockManager:
     def free(self, seq: int) -> None:
         """End a sequence and free all it holds."""
         self.pool.close(seq)
+
+
+def prefix_salt(cache_salt: str | None) -> int:
+    """The 64-bit salt of a request's `cache_salt`; 0 where it has none."""
+    if not cache_salt:
+        return 0
+    return int.from_bytes(hashlib.blake2b(cache_salt.encode(), digest_size=8).digest(), "little")
 
 
 def _count(number: int, noun: str) -> str:

@@ -76,6 +76,7 @@ class RequestOutput:
         finished: nothing more will come.
         error: why the request failed; None otherwise.
         seed: the 64-bit seed its draws came from.
+        num_cached_tokens: prompt tokens that were stored already when it first ran; None before that.
         timings: when things happened.
     """
 
@@ -88,4 +89,5 @@ class RequestOutput:
     finished: bool = False
     error: RequestError | None = None
     seed: int | None = None
+    num_cached_tokens: int | None = None
     timings: RequestTimings = field(default_factory=RequestTimings)

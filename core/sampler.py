@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
@@ -18,8 +18,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from deepinfer.core.sampling_params import SamplingParams
-from deepinfer.ops import sampling
+from deepinfer.ops import sampling, verification
+from deepinfer.ops.philox import Purpose
 from deepinfer.ops.registry import OpTable
+from deepinfer.ops.verification import VerifyMode
 
 Int32Array = NDArray[np.int32]
 
@@ -41,6 +43,26 @@ class TokenLogprobs:
     rank: Int32Array
     top_ids: Int32Array
     top_logprobs: NDArray[np.float32]
+
+
+class DeviceLogprobs(NamedTuple):
+    """`TokenLogprobs` on the device."""
+
+    logprob: Tensor
+    rank: Tensor
+    top_ids: Tensor
+    top_logprobs: Tensor
+
+
+class RowParams(NamedTuple):
+    """Sampling parameters of R rows, on the device: [R] each, as the op `sample` takes them."""
+
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    seeds: Tensor
+    choice: Tensor
 
 
 def derive_seed(engine_seed: int, key: int | str) -> int:
@@ -70,6 +92,7 @@ class Sampler:
     def __init__(self, ops: OpTable, num_slots: int) -> None:
         self._runtime = ops.context.runtime
         self._apply_bitmask = ops.bind(sampling.apply_bitmask)
+        self._verify = ops.bind(verification.verify)
         self._sample = ops.bind(sampling.sample)
         self._token_logprobs = ops.bind(sampling.token_logprobs)
         size = num_slots + 1
@@ -98,56 +121,118 @@ class Sampler:
         self._seeds[slot] = seed
         self._choice[slot] = choice
 
-    def draw(
-        self, logits: Tensor, slots: Int32Array, output_index: Int32Array, bitmask: tuple[Tensor, Tensor] | None = None
-    ) -> Tensor:
-        """Draw one token per row; the result stays on the device.
+    def gather(self, slots: Int32Array) -> RowParams:
+        """Parameters of the sequences in `slots` [R], on the device."""
+        send = self._send
+        return RowParams(
+            send(self._temperature[slots]),
+            send(self._top_k[slots]),
+            send(self._top_p[slots]),
+            send(self._min_p[slots]),
+            send(self._seeds[slots].view(np.int64)),
+            send(self._choice[slots]),
+        )
+
+    def mask(self, logits: Tensor, bitmask: Tensor, rows: Tensor) -> None:
+        """Forbid tokens, in place.
 
         Args:
-            logits: [N, V] float32 on the device; changed in place by a bitmask only.
-            slots: [N] int32, the sequence slot of each row; a slot may have several rows.
-            output_index: [N] int32, output tokens of the sequence before the one that is drawn.
-            bitmask: mask [B, ceil(V / 32)] and rows [N] of `apply_bitmask`, on the device.
+            logits: [N, V] float32.
+            bitmask: [B, ceil(V / 32)] int32; a set bit allows.
+            rows: [N] int32, the mask of each row, -1 for none.
+        """
+        with torch.inference_mode():
+            self._apply_bitmask(logits, bitmask, rows)
+
+    def draw(
+        self,
+        logits: Tensor,
+        params: RowParams,
+        output_index: Tensor,
+        *,
+        purpose: Purpose = Purpose.TARGET,
+        anchor: Tensor | None = None,
+    ) -> Tensor:
+        """Draw one token per row.
+
+        Args:
+            logits: [R, V] float32.
+            params: of R rows.
+            output_index: [R] int32, output tokens of the sequence before the one that is drawn.
+            purpose: which random stream.
+            anchor: [R] int32, output index of the first drafted token, for `Purpose.DRAFT`.
 
         Returns:
-            [N] int32 on the device; -1 for a row with NaN or Inf, or without any finite entry.
+            [R] int32; -1 for a row with NaN or Inf, or without any finite entry.
         """
-        send = self._send
+        p = params
         with torch.inference_mode():
-            if bitmask is not None:
-                self._apply_bitmask(logits, *bitmask)
             return self._sample(
-                logits,
-                send(self._temperature[slots]),
-                send(self._top_k[slots]),
-                send(self._top_p[slots]),
-                send(self._min_p[slots]),
-                send(self._seeds[slots].view(np.int64)),
-                send(np.asarray(output_index, np.int32)),
-                send(self._choice[slots]),
+                logits, p.temperature, p.top_k, p.top_p, p.min_p, p.seeds, output_index, p.choice, int(purpose), anchor
             )
 
-    def sample(
-        self, logits: Tensor, slots: Int32Array, output_index: Int32Array, bitmask: tuple[Tensor, Tensor] | None = None
-    ) -> Int32Array:
-        """`draw`, and wait for the tokens: [N] int32 on the host."""
-        tokens: Int32Array = self._runtime.to_host(self.draw(logits, slots, output_index, bitmask)).numpy()
-        return tokens
-
-    def logprobs(self, logits: Tensor, tokens: Sequence[int] | Int32Array | Tensor, num_top: int = 0) -> TokenLogprobs:
-        """Logprobs of one token per row under the raw logits: no temperature, no filter.
+    def verify(
+        self,
+        logits: Tensor,
+        cu_seqlens: Tensor,
+        draft_ids: Tensor,
+        params: RowParams,
+        output_index: Tensor,
+        draft_logits: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """Emit what the target keeps of each request's drafts, and one token more; see the op `verify`.
 
         Args:
-            logits: [N, V] float32 on the device, before any mask or bias.
-            tokens: [N] ids, on the host or the device.
+            logits: [T, V] float32, rows of all requests packed.
+            cu_seqlens: [R + 1] int32.
+            draft_ids: [T] int32, -1 in each request's last row.
+            params: of R requests.
+            output_index: [R] int32, of each request's first row.
+            draft_logits: [T, V] float32 for rejection sampling; None for the coupled rule.
+        """
+        p = params
+        mode: VerifyMode = "coupled" if draft_logits is None else "rejection"
+        with torch.inference_mode():
+            return self._verify(
+                logits,
+                cu_seqlens,
+                draft_ids,
+                p.temperature,
+                p.top_k,
+                p.top_p,
+                p.min_p,
+                p.seeds,
+                output_index,
+                p.choice,
+                mode,
+                draft_logits,
+            )
+
+    def sample(self, logits: Tensor, slots: Int32Array, output_index: Int32Array) -> Int32Array:
+        """Gather, `draw`, and wait for the tokens: [N] int32 on the host."""
+        index = self._send(np.asarray(output_index, np.int32))
+        tokens: Int32Array = self._runtime.to_host(self.draw(logits, self.gather(slots), index)).numpy()
+        return tokens
+
+    def device_logprobs(self, logits: Tensor, tokens: Tensor, num_top: int) -> DeviceLogprobs:
+        """Logprobs of one token per row under the raw logits: no temperature, no filter. Stays on the device.
+
+        Args:
+            logits: [N, V] float32, before any mask or bias.
+            tokens: [N] int32; -1 gives NaN and rank 0.
             num_top: how many best ids to give beside; more than V gives V.
         """
-        if not isinstance(tokens, Tensor):
-            tokens = self._send(np.asarray(tokens, np.int32))
         with torch.inference_mode():
-            parts = self._token_logprobs(logits, tokens, min(num_top, logits.shape[1]))
-            host = [self._runtime.to_host(part).numpy() for part in parts]
-        return TokenLogprobs(*host)
+            return DeviceLogprobs(*self._token_logprobs(logits, tokens, min(num_top, logits.shape[1])))
+
+    def fetch_logprobs(self, logprobs: DeviceLogprobs) -> TokenLogprobs:
+        """Wait for logprobs and bring them to the host."""
+        return TokenLogprobs(*(self._runtime.to_host(part).numpy() for part in logprobs))
+
+    def logprobs(self, logits: Tensor, tokens: Sequence[int] | Int32Array, num_top: int = 0) -> TokenLogprobs:
+        """`device_logprobs` of host tokens, on the host."""
+        there = self._send(np.asarray(tokens, np.int32))
+        return self.fetch_logprobs(self.device_logprobs(logits, there, num_top))
 
     def _send(self, array: NDArray[Any]) -> Tensor:
         return self._runtime.to_device(torch.from_numpy(np.ascontiguousarray(array)))

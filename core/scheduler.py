@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from deepinfer.core.kv_blocks import KVBlockManager
+from deepinfer.core.kv_blocks import NO_MATCH, KVBlockManager
 from deepinfer.core.request import Request
 from deepinfer.core.step_buffers import Int32Array
 
@@ -24,11 +24,13 @@ class StepPlan:
     Attributes:
         requests: in row order.
         seqs: [n] int32 handles.
+        starts: [n] int32 positions of the first rows; upper bounds where steps with drafts are in flight.
         query_lens: [n] int32 rows of each.
     """
 
     requests: list[Request]
     seqs: Int32Array
+    starts: Int32Array
     query_lens: Int32Array
 
 
@@ -50,6 +52,7 @@ class Scheduler:
     waiting: deque[Request] = field(default_factory=deque)
     running: list[Request] = field(default_factory=list)
     num_preemptions: int = 0
+    _refused: tuple[Request, int] | None = None
 
     @property
     def has_work(self) -> bool:
@@ -69,7 +72,9 @@ class Scheduler:
         for request in self.running:
             if budget == 0:
                 break
-            count = 1 if request.num_tokens - request.num_computed == 1 else self._rows(request, budget)
+            count = self._rows(request, budget)
+            if count < 1:
+                continue
             chosen.append(request)
             rows.append(count)
             budget -= count
@@ -79,7 +84,8 @@ class Scheduler:
         if not chosen:
             return None
         seqs = np.fromiter((r.seq for r in chosen), dtype=np.int32, count=len(chosen))
-        return StepPlan(chosen, seqs, np.array(rows, dtype=np.int32))
+        starts = np.fromiter((r.planned_computed for r in chosen), dtype=np.int32, count=len(chosen))
+        return StepPlan(chosen, seqs, starts, np.array(rows, dtype=np.int32))
 
     def finish(self, request: Request) -> None:
         """Drop a request wherever it is and free what it holds."""
@@ -92,7 +98,7 @@ class Scheduler:
 
     def _rows(self, request: Request, budget: int) -> int:
         rows = request.next_rows(budget)
-        if request.num_prompt_rows_wanted > request.num_computed:
+        if request.num_prompt_rows_wanted > request.planned_computed:
             rows = min(rows, self.max_rows_with_logits)
         return rows
 
@@ -102,7 +108,7 @@ class Scheduler:
         while held < len(chosen):
             seqs = np.fromiter((r.seq for r in chosen[held:]), dtype=np.int32, count=len(chosen) - held)
             ends = np.fromiter(
-                (r.num_computed + n for r, n in zip(chosen[held:], rows[held:], strict=True)),
+                (r.planned_computed + n for r, n in zip(chosen[held:], rows[held:], strict=True)),
                 dtype=np.int32,
                 count=len(chosen) - held,
             )
@@ -123,8 +129,7 @@ class Scheduler:
     def _preempt(self, request: Request) -> None:
         self.blocks.free(request.seq)
         request.seq = 0
-        request.num_computed = 0
-        request.sampling_slot = 0
+        request.forget_plans()
         request.output.timings.num_preemptions += 1
         self.running.remove(request)
         self.waiting.appendleft(request)
@@ -135,17 +140,32 @@ class Scheduler:
         reserved = 0
         while self.waiting and budget > 0 and len(self.running) < self.max_num_seqs:
             request = self.waiting[0]
-            # All known tokens and the next one must fit, so that admission does not cause the next preemption.
-            need = self.blocks.blocks_for(min(request.num_tokens + 1, request.max_len))
-            if need > self.blocks.num_free_blocks - reserved:
+            free = self.blocks.num_free_blocks - reserved
+            if self._is_still_refused(request, free):
                 return
-            self.waiting.popleft()
             tokens = np.array(request.prompt_token_ids + request.completion.token_ids, dtype=np.int32)
-            request.seq = self.blocks.open(tokens)
+            stored = self.blocks.match(tokens, request.prefix_salt) if request.use_prefix else NO_MATCH
+            # All known tokens and the next one must fit, so that admission does not cause the next preemption.
+            most = self.blocks.blocks_for(min(request.num_tokens + 1, request.max_len))
+            need = most - self.blocks.blocks_for(stored.num_tokens)
+            if need > free - stored.num_idle_blocks:
+                self._refused = request, free
+                return
+            self._refused = None
+            self.waiting.popleft()
+            request.seq = self.blocks.open(tokens, request.prefix_salt, use_prefix=request.use_prefix)
+            request.start_from(stored.num_tokens)
             self.running.append(request)
             count = self._rows(request, budget)
-            self.blocks.reserve(request.seq, count)
-            reserved += need - self.blocks.blocks_for(count)
+            self.blocks.reserve(request.seq, stored.num_tokens + count)
+            reserved += most - self.blocks.blocks_for(stored.num_tokens + count)
             chosen.append(request)
             rows.append(count)
             budget -= count
+
+    def _is_still_refused(self, request: Request, free: int) -> bool:
+        """Whether `request` did not fit with as many blocks free: a long prompt is not looked up in every step."""
+        if self._refused is None or self._refused[0] is not request or not self.running or free > self._refused[1]:
+            return False
+        self._refused = request, free
+        return True

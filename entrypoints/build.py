@@ -75,7 +75,7 @@ def build_engine(
             max_model_len=config.max_model_len,
             kv_rounding=config.kv_rounding,
             activation_rounding=config.rounds_activations,
-            draft=config.load_draft,
+            draft=config.load_draft or config.speculation != "off",
             vision=config.load_vision,
             engram=config.engram,
             progress=on_load,

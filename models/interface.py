@@ -115,6 +115,7 @@ class StepBatch:
         window_page: tokens per window page.
         window_slots: [T] int32, where each row's window records go.
         ratio_slots: per ratio, [T] int32: where the record goes that this row completes, -1 for none.
+        packed_ratio_slots: [ratios, T] int32, what `ratio_slots` are the rows of, in its order.
         state_slots: [S] int32.
         history: [S, ngram - 1] int32, tokens before the first row, newest first, -1 for none.
         logits_rows: [n] int32, rows whose logits are wanted.
@@ -132,6 +133,7 @@ class StepBatch:
     window_page: int
     window_slots: Tensor
     ratio_slots: Mapping[int, Tensor]
+    packed_ratio_slots: Tensor
     state_slots: Tensor
     history: Tensor
     logits_rows: Tensor

@@ -102,6 +102,8 @@ class Implementation:
         when: predicate over static dimensions; False leaves the op to the next implementation.
         priority: the highest wins among those whose predicate holds.
         batch_invariant: False marks a faster form that is only chosen with `batch_invariant=False`.
+        module: where it is written; its file is part of the kernel's source (`deepinfer.ops.proof`).
+        sources: other files of that source, as globs beside the module's file.
     """
 
     op: OpSpec[..., Any]
@@ -110,6 +112,8 @@ class Implementation:
     when: Callable[[Dims], bool]
     priority: int = 0
     batch_invariant: bool = True
+    module: str = ""
+    sources: tuple[str, ...] = ()
 
 
 def _always(dims: Dims) -> bool:
@@ -128,6 +132,8 @@ class Backend:
         runtime: makes the runtime (device, streams, memory) on first use.
         priority: which backend `auto` prefers among those available.
         api_version: the op contract this backend was written for.
+        sources: files that all its kernels are made of, as globs beside the file of any of its op modules; an edit of
+            one of them takes back what was proven.
     """
 
     name: str
@@ -137,6 +143,7 @@ class Backend:
     runtime: Callable[[], Runtime] | None = None
     priority: int = 0
     api_version: int = API_VERSION
+    sources: tuple[str, ...] = ()
     implementations: list[Implementation] = field(default_factory=list, repr=False)
     _loaded: bool = field(default=False, repr=False)
 
@@ -154,6 +161,7 @@ class Backend:
         when: Callable[[Dims], bool] = _always,
         priority: int = 0,
         batch_invariant: bool = True,
+        sources: tuple[str, ...] = (),
     ) -> Callable[[F], F]:
         """Register a plain function with the op's own signature.
 
@@ -162,6 +170,7 @@ class Backend:
             when: predicate over static dimensions.
             priority: the highest wins.
             batch_invariant: False for a faster form without row invariance.
+            sources: files beside this module that the kernel is made of, as globs.
         """
 
         def wrap(function: F) -> F:
@@ -174,6 +183,8 @@ class Backend:
                     when=when,
                     priority=priority,
                     batch_invariant=batch_invariant,
+                    module=function.__module__,
+                    sources=self.sources + sources,
                 )
             )
             return function
@@ -187,13 +198,23 @@ class Backend:
         when: Callable[[Dims], bool] = _always,
         priority: int = 0,
         batch_invariant: bool = True,
+        sources: tuple[str, ...] = (),
     ) -> Callable[[Callable[[Dims, BindContext], Plan]], Callable[[Dims, BindContext], Plan]]:
         """Register a `bind(dims, ctx) -> Plan` for kernels that want scratch, persistent memory or capture."""
 
         def wrap(bind: Callable[[Dims, BindContext], Plan]) -> Callable[[Dims, BindContext], Plan]:
             name = getattr(bind, "__name__", "plan")
             self.implementations.append(
-                Implementation(op, f"{self.name}.{name}", bind, when, priority, batch_invariant)
+                Implementation(
+                    op,
+                    f"{self.name}.{name}",
+                    bind,
+                    when,
+                    priority,
+                    batch_invariant,
+                    module=bind.__module__,
+                    sources=self.sources + sources,
+                )
             )
             return bind
 

@@ -7,7 +7,7 @@ visibly; under `strict` it is one error that names every gap.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from typing import Any, Generic, ParamSpec, TypeVar, cast
@@ -113,12 +113,15 @@ class OpTable:
         context: what implementations bind with.
         strict: refuse to run any op on the reference.
         overrides: op name to implementation name ("reference" is one); default from `DEEPINFER_OPS`.
+        gate: asked once per implementation before it is used; False leaves the op to the next one, and ends in the
+            reference (`deepinfer.ops.proof.Gate`). None lets all pass. An override is not asked.
     """
 
     backend: Backend
     context: BindContext
     strict: bool = False
     overrides: dict[str, str] = field(default_factory=lambda: parse_overrides(os.environ.get("DEEPINFER_OPS", "")))
+    gate: Callable[[Implementation], bool] | None = None
     _bound: dict[tuple[str, tuple[tuple[str, Any], ...]], BoundOp[..., Any]] = field(default_factory=dict, repr=False)
 
     def bind(self, op: OpSpec[P, R], **dims: Any) -> BoundOp[P, R]:
@@ -156,7 +159,7 @@ class OpTable:
             candidates = [i for i in candidates if i.name == override]
             if not candidates:
                 raise OpArgumentError(f"override {op.name}={override}: backend {self.backend.name!r} has no such one")
-        chosen = self._choose(candidates, dims)
+        chosen = self._choose(candidates, dims, gated=override is None)
         if chosen is not None:
             return BoundOp(op, chosen.name, True, chosen.bind(dims, self.context), dict(dims))
         if override is not None:
@@ -165,6 +168,9 @@ class OpTable:
             raise MissingOpsError(self.backend.name, [op.name])
         return BoundOp(op, "reference", False, FunctionPlan(op.reference), dict(dims))
 
-    def _choose(self, candidates: list[Implementation], dims: Dims) -> Implementation | None:
+    def _choose(self, candidates: list[Implementation], dims: Dims, *, gated: bool) -> Implementation | None:
         usable = [i for i in candidates if i.when(dims) and (i.batch_invariant or not self.context.batch_invariant)]
-        return max(usable, key=lambda i: (i.priority, i.name), default=None)
+        for candidate in sorted(usable, key=lambda i: (i.priority, i.name), reverse=True):
+            if not gated or self.gate is None or self.gate(candidate):
+                return candidate
+        return None

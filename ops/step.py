@@ -167,3 +167,17 @@ def advance_history(
         )
         token = torch.where(among_emitted >= 0, tokens[(first + among_emitted.clamp(min=0))], token)
         history[:, place] = torch.where(previous >= 0, token, history[:, place])
+
+
+@define_op(tolerance=EXACT, determinism="D2", cases=steps.gather_ids_cases)
+def gather_ids(ids: Tensor, rows: Tensor) -> Tensor:
+    """Selected entries of [T] int32 by [n] int32; -1 stays -1."""
+    if ids.shape[0] == 0:
+        return torch.full_like(rows, -1)
+    return torch.where(rows >= 0, ids[rows.clamp(min=0).long()], -1).int()
+
+
+@define_op(tolerance=EXACT, determinism="D2", cases=steps.shift_cases)
+def shift(values: Tensor, amount: int) -> Tensor:
+    """`values + amount`, [n] int32."""
+    return values + amount

@@ -22,14 +22,14 @@ _OP_MODULES = (
     "engram",
     "moe",
     "heads",
-    # "step",
+    "step",
     "sampling",
 )
 
 
 def _probe() -> Availability:
     if find_spec("deepinfer.backends.cpu._kernels") is None:
-        return Availability(False, "the extension deepinfer.backends.cpu._kernels is not built; install deepinfer again")
+        return Availability(False, "deepinfer.backends.cpu._kernels is not built; install deepinfer again")
     return Availability(True)
 
 

@@ -92,9 +92,7 @@ def ep_dispatch(
 
 
 @BACKEND.implements(moe_ops.moe_grouped_gemm)
-def moe_grouped_gemm(
-    x: Tensor | QTensor, weight: Tensor | QTensor, psum: Tensor, out_dtype: torch.dtype
-) -> Tensor:
+def moe_grouped_gemm(x: Tensor | QTensor, weight: Tensor | QTensor, psum: Tensor, out_dtype: torch.dtype) -> Tensor:
     """One product per expert that has rows; its weight is decoded once for all of them."""
     values, x_scale, x_kind = operand(x)
     codes, w_scale, w_kind = operand(weight)

@@ -12,7 +12,7 @@ class DisciplineError(OpError):
     """Base: the program did what a hard device does not forbid and does not survive."""
 
 
-class HostAccessError(DisciplineError, TypeError):
+class HostAccessError(DisciplineError):
     """Host code touched device memory, or mixed it with host tensors; the message names the call."""
 
     def __init__(self, call: str, why: str = "") -> None:

@@ -7,6 +7,7 @@ and everything else raises and names the call. Only the runtime and op implement
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from numbers import Integral
 from typing import Any, Final
 
 import torch
@@ -31,7 +32,6 @@ _VIEWS: Final = frozenset(
     expand expand_as broadcast_to as_strided unfold diagonal alias detach
     """.split()
 )
-_MIXED: Final = frozenset({"__setitem__", "copy_"})
 
 
 class FakeTensor(Tensor):
@@ -95,7 +95,7 @@ class FakeTensor(Tensor):
         if name in _VIEWS and args and isinstance(args[0], FakeTensor):
             return _view(name, func, args[0], args[1:], kwargs)
         others = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor) and not isinstance(a, FakeTensor)]
-        if others and (name in _MIXED or not name.startswith("_")):
+        if others:
             raise HostAccessError(_call(name), "it is mixed with a tensor of the host")
         raise HostAccessError(_call(name), "" if name.startswith("_") else "this is neither a view nor an op")
 
@@ -127,7 +127,9 @@ def _view(name: str, func: Callable[..., Any], base: FakeTensor, args: tuple[Any
 
 
 def _plain_index(index: object) -> bool:
-    return index is None or index is Ellipsis or isinstance(index, slice) or type(index) is int
+    if isinstance(index, bool | Tensor):
+        return False
+    return index is None or index is Ellipsis or isinstance(index, slice | Integral)
 
 
 def _wrap(name: str, base: FakeTensor, shadow: Tensor) -> FakeTensor:

@@ -7,6 +7,7 @@
 #include <pybind11/stl.h>
 
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <stdexcept>
 #include <tuple>
@@ -66,6 +67,25 @@ std::vector<std::tuple<const char*, int32_t, int32_t>> as_tuples(const std::vect
   return tuples;
 }
 
+py::dict as_dict(const KVPool& pool) {
+  const PrefixStats& stats = pool.prefix_stats();
+  py::dict counts;
+  counts["queries"] = stats.queries;
+  counts["hits"] = stats.hits;
+  counts["query_tokens"] = stats.query_tokens;
+  counts["hit_tokens"] = stats.hit_tokens;
+  counts["pageless_tokens"] = stats.pageless_tokens;
+  counts["missed_no_block"] = stats.missed_no_block;
+  counts["missed_no_pages"] = stats.missed_no_pages;
+  counts["missed_too_short"] = stats.missed_too_short;
+  counts["disabled"] = stats.disabled;
+  counts["evicted_blocks"] = pool.prefix_index() ? pool.prefix_index()->num_evicted_blocks() : 0;
+  counts["evicted_pages"] = pool.prefix_index() ? pool.prefix_index()->num_evicted_pages() : 0;
+  counts["held_blocks"] = pool.num_cached_blocks();
+  counts["held_pages"] = pool.num_cached_pages();
+  return counts;
+}
+
 // A read-only property of the pool's configuration.
 template <int64_t PoolConfig::*field>
 int64_t config_of(const KVPool& pool) {
@@ -76,7 +96,8 @@ void bind_pool(py::module_& m) {
   py::class_<KVPool> cls(m, "KVPool");
   cls.def(py::init([](int64_t num_blocks, int64_t block_size, int64_t num_window_pages, int64_t window_page,
                       int64_t window, int64_t lookback, int64_t num_slots) {
-            return KVPool({num_blocks, block_size, num_window_pages, window_page, window, lookback, num_slots});
+            return std::make_unique<KVPool>(
+                PoolConfig{num_blocks, block_size, num_window_pages, window_page, window, lookback, num_slots});
           }),
           py::arg("num_blocks"), py::arg("block_size"), py::arg("num_window_pages"), py::arg("window_page"),
           py::arg("window"), py::arg("lookback"), py::arg("num_slots"));
@@ -102,8 +123,13 @@ void bind_pool(py::module_& m) {
   getter("blocks", [](const Sequence& sequence) { return copy_out(sequence.blocks); });
   getter("pages", [](const Sequence& sequence) { return copy_out(sequence.pages); });
 
-  cls.def("open", [](KVPool& p, const py::array& tokens) { return p.open(input_vector("token_ids", tokens)); },
-          py::arg("token_ids"))
+  cls.def("open",
+          [](KVPool& p, const py::array& tokens, uint64_t salt, bool use_prefix) {
+            const auto t = input_vector("token_ids", tokens);
+            py::gil_scoped_release released;
+            return p.open(t, salt, use_prefix);
+          },
+          py::arg("token_ids"), py::arg("salt") = 0, py::arg("use_prefix") = false)
       .def("close", &KVPool::close, py::arg("seq"))
       .def("append_many",
            [](KVPool& p, int64_t seq, const py::array& tokens) { p.append_many(seq, input_vector("tokens", tokens)); },
@@ -122,6 +148,19 @@ void bind_pool(py::module_& m) {
            },
            py::arg("seq"))
       .def("check", &KVPool::check, py::call_guard<py::gil_scoped_release>());
+
+  cls.def("enable_prefix", &KVPool::enable_prefix, py::arg("page_interval") = 4096)
+      .def("match",
+           [](const KVPool& p, const py::array& tokens, uint64_t salt) {
+             const auto t = input_vector("token_ids", tokens);
+             py::gil_scoped_release released;
+             const PrefixMatch found = p.match(t, salt);
+             return std::pair(found.num_tokens, found.num_idle_blocks);
+           },
+           py::arg("token_ids"), py::arg("salt") = 0)
+      .def("quarantine", &KVPool::quarantine, py::arg("seq"))
+      .def("reset_prefix", &KVPool::reset_prefix)
+      .def("prefix_stats", &as_dict);
 
   cls.def("append",
           [](KVPool& pool, const py::array& seqs, const py::array& tokens) {

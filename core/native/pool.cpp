@@ -64,11 +64,15 @@ KVPool::KVPool(const PoolConfig& config)
       pages_(static_cast<int32_t>(config.num_window_pages)),
       sequences_(static_cast<int32_t>(config.num_slots)) {}
 
-int32_t KVPool::open(std::span<const int32_t> tokens) {
+int32_t KVPool::open(std::span<const int32_t> tokens, uint64_t salt, bool use_prefix) {
   require_position("number of tokens", static_cast<int64_t>(tokens.size()));
   if (sequences_.num_free() == 0) throw PoolExhausted("need 1 sequence slot, 0 free");
   Sequence sequence;
   sequence.tokens.assign(tokens.begin(), tokens.end());
+  sequence.prefix.enabled = use_prefix && index_.has_value();
+  sequence.prefix.salt = salt;
+  sequence.prefix.num_opened = static_cast<int32_t>(tokens.size());
+  adopt(sequence);
   return sequences_.open(std::move(sequence));
 }
 
@@ -134,6 +138,7 @@ void KVPool::commit(std::span<const int32_t> seqs, std::span<const int32_t> new_
   for (size_t i = 0; i < seqs.size(); ++i) {
     Sequence& sequence = sequences_[seqs[i]];
     sequence.num_computed = new_computed[i];
+    register_blocks(sequence);  // before its pages go
     // After a rollback the formula can name a page that is gone already; it never comes back.
     const int64_t behind = first_page(sequence.num_computed, config_.lookback) - sequence.first_page;
     if (behind <= 0) continue;
@@ -183,6 +188,7 @@ std::vector<Copy> KVPool::truncate(int64_t seq, int64_t num_tokens) {
   const auto shorten = [&](const char* kind, RefCountedIds& ids, std::vector<int32_t>& held, size_t keep, bool copy) {
     ids.drop_tail(held, keep);
     if (!copy) return;
+    make_room(&ids == &blocks_, &ids == &pages_);
     const int32_t shared = held.back();
     held.back() = ids.take();
     ids.drop(shared);
@@ -192,6 +198,7 @@ std::vector<Copy> KVPool::truncate(int64_t seq, int64_t num_tokens) {
   shorten("page", pages_, sequence.pages, pages_kept, copy_page);
   sequence.tokens.resize(static_cast<size_t>(num_tokens));
   sequence.num_computed = static_cast<int32_t>(computed);
+  unregister_tail(sequence);
   return copies;
 }
 
@@ -206,11 +213,13 @@ std::pair<int32_t, std::vector<Copy>> KVPool::fork(int64_t seq) {
   if (sequences_.num_free() == 0) throw PoolExhausted("need 1 sequence slot, 0 free");
   if (copy_block && blocks_.num_free() == 0) throw PoolExhausted("need 1 block for the fork's tail, 0 free");
   if (copy_page && pages_.num_free() == 0) throw PoolExhausted("need 1 window page for the fork's tail, 0 free");
+  make_room(copy_block, copy_page);
 
   Sequence child;
   child.tokens = parent.tokens;
   child.num_computed = parent.num_computed;
   child.first_page = parent.first_page;
+  child.prefix = parent.prefix;
   std::vector<Copy> copies;
   const auto share = [&](const char* kind, RefCountedIds& ids, const std::vector<int32_t>& from,
                          std::vector<int32_t>& to, int64_t full, bool copy) {
@@ -240,6 +249,7 @@ bool KVPool::try_reserve(Sequence& sequence, int64_t end) {
   int64_t blocks = missing_blocks(sequence, end);
   int64_t pages = missing_pages(sequence, end);
   if (blocks > blocks_.num_free() || pages > pages_.num_free()) return false;
+  make_room(blocks, pages);
   while (blocks-- > 0) sequence.blocks.push_back(blocks_.take());
   while (pages-- > 0) sequence.pages.push_back(pages_.take());
   return true;
@@ -248,6 +258,10 @@ bool KVPool::try_reserve(Sequence& sequence, int64_t end) {
 void KVPool::free_memory(Sequence& sequence) {
   blocks_.drop_tail(sequence.blocks, 0);
   pages_.drop_tail(sequence.pages, 0);
+  // Entries of other sequences may be part of the chain; the whole of it is now as recently used, its end first to go.
+  if (index_ && index_->is_live(sequence.prefix.tip)) index_->touch_chain(sequence.prefix.tip.block);
+  sequence.prefix.num_registered = 0;
+  sequence.prefix.tip = {};
   sequence.first_page = 0;
   sequence.num_computed = 0;
 }

@@ -8,17 +8,24 @@
 //     first_page(n) = max(0, n - lookback + 1) / window_page          (page p is freed once p < first_page(n)).
 //
 // Positions >= num_computed will be written, so every block and page at or after the one that holds num_computed is
-// held by this sequence alone. fork() and truncate() keep that true by giving out copies to make.
+// held by this sequence alone, and not in the prefix index. fork() and truncate() keep that true by giving out copies to
+// make.
+//
+// With enable_prefix(), commit() enters full blocks and their window pages into the prefix index, and open() adopts them:
+// a sequence then starts at a block boundary, and so at a page boundary, and what it adopted is never written again.
+// What only the index wants counts as free and is given up when ids run out. pool_prefix.cpp holds this part.
 //
 // Not thread safe: one engine thread owns a pool. Calls are all or nothing: one that throws has changed nothing.
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <span>
 #include <stdexcept>
 #include <utility>
 #include <vector>
 
+#include "prefix_index.hpp"
 #include "ref_counted_ids.hpp"
 #include "sequence.hpp"
 
@@ -47,9 +54,29 @@ struct Copy {
   int32_t dst;
 };
 
+// What open() found so far. A query is an open() that may use the index; tokens are counted by query.
+struct PrefixStats {
+  int64_t queries = 0;
+  int64_t hits = 0;
+  int64_t query_tokens = 0;
+  int64_t hit_tokens = 0;
+  int64_t pageless_tokens = 0;  // known and lost, because the window pages that would continue them are not held
+  int64_t missed_no_block = 0;
+  int64_t missed_no_pages = 0;
+  int64_t missed_too_short = 0;
+  int64_t disabled = 0;
+};
+
+// The longest prefix that open() would adopt.
+struct PrefixMatch {
+  int64_t num_tokens = 0;
+  int64_t num_idle_blocks = 0;  // of its blocks, those that no sequence holds: adopting them leaves as many fewer free
+};
+
 class KVPool {
  public:
   explicit KVPool(const PoolConfig& config);
+  KVPool(const KVPool&) = delete;  // the index refers to the groups of its pool
 
   const PoolConfig& config() const { return config_; }
   const SequenceTable& sequences() const { return sequences_; }
@@ -57,7 +84,7 @@ class KVPool {
   int64_t num_free_pages() const { return pages_.num_free(); }
   int64_t num_free_slots() const { return sequences_.num_free(); }
 
-  int32_t open(std::span<const int32_t> tokens);
+  int32_t open(std::span<const int32_t> tokens, uint64_t salt = 0, bool use_prefix = false);
   void close(int64_t seq);
   void append(std::span<const int32_t> seqs, std::span<const int32_t> tokens);
   void append_many(int64_t seq, std::span<const int32_t> tokens);
@@ -72,6 +99,17 @@ class KVPool {
   void release_memory(int64_t seq);
   std::pair<int32_t, std::vector<Copy>> fork(int64_t seq);
 
+  // Window pages behind every multiple of `page_interval` tokens outlast those of other boundaries.
+  void enable_prefix(int64_t page_interval);
+  PrefixMatch match(std::span<const int32_t> tokens, uint64_t salt) const;
+  // The sequence's prefix leaves the index with all that continues it, and the sequence enters nothing more.
+  void quarantine(int64_t seq);
+  void reset_prefix();
+  const PrefixStats& prefix_stats() const { return prefix_stats_; }
+  const std::optional<PrefixIndex>& prefix_index() const { return index_; }
+  int64_t num_cached_blocks() const { return blocks_.num_cached(); }
+  int64_t num_cached_pages() const { return pages_.num_cached(); }
+
   void check() const;
 
  private:
@@ -83,10 +121,24 @@ class KVPool {
   void free_memory(Sequence& sequence);
   int64_t first_page(int64_t num_computed, int64_t reach) const;
 
+  // Gives up what is idle until this many ids hold nothing. The caller has checked num_free().
+  void make_room(int64_t blocks, int64_t pages);
+  int64_t num_window_pages_at(int64_t boundary) const;
+  bool is_worth_pages(const Sequence& sequence, int64_t boundary) const;
+  int64_t adoptable(std::span<const int32_t> chain) const;
+  void adopt(Sequence& sequence);
+  void register_blocks(Sequence& sequence);
+  int32_t register_next_block(Sequence& sequence, int32_t parent);
+  void rank_pages(int32_t tip, int64_t boundary, Rank rank);
+  void unregister_tail(Sequence& sequence);
+
   PoolConfig config_;
   RefCountedIds blocks_;
   RefCountedIds pages_;
   SequenceTable sequences_;
+  std::optional<PrefixIndex> index_;
+  int64_t page_interval_ = 0;
+  PrefixStats prefix_stats_;
 };
 
 }  // namespace deepinfer

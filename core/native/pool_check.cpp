@@ -20,18 +20,24 @@ void KVPool::check() const {
   check_group("block", blocks_, block_refs);
   check_group("page", pages_, page_refs);
   check_group("slot", sequences_.slots(), open);
+  if (index_) index_->check();
 }
 
-// Every id but the hole is in the free list once, or referenced as often as it is held.
+// Every id but the hole is in the free list once, or idle once, or referenced as often as it is held.
 void KVPool::check_group(const char* kind, const RefCountedIds& ids, const std::vector<int32_t>& held) const {
   std::vector<int32_t> times_free(held.size(), 0);
+  std::vector<int32_t> times_idle(held.size(), 0);
   for (const int32_t id : ids.free_ids()) ++times_free.at(static_cast<size_t>(id));
+  for (const int32_t id : ids.idle_ids()) ++times_idle.at(static_cast<size_t>(id));
   for (size_t id = 0; id < held.size(); ++id) {
     const int32_t refs = ids.refs(static_cast<int32_t>(id));
-    const int32_t expect_free = id != 0 && held[id] == 0 ? 1 : 0;
-    if (refs != held[id] || times_free[id] != expect_free || (id == 0 && held[id] != 0)) {
+    const bool cached = ids.is_cached(static_cast<int32_t>(id));
+    const int32_t expect_free = id != 0 && held[id] == 0 && !cached ? 1 : 0;
+    const int32_t expect_idle = held[id] == 0 && cached ? 1 : 0;
+    if (refs != held[id] || times_free[id] != expect_free || times_idle[id] != expect_idle ||
+        (id == 0 && (held[id] != 0 || cached))) {
       throw std::logic_error(text(kind, " ", id, ": ", refs, " references, held ", held[id], " times, ", times_free[id],
-                                  " times in the free list"));
+                                  " times in the free list, ", times_idle[id], " times idle, cached: ", cached));
     }
   }
 }
@@ -49,13 +55,16 @@ void KVPool::check_sequence(int32_t seq) const {
   require(sequence.first_page >= first_page(computed, config_.lookback), "pages behind the window are held");
   const auto writable = [](const RefCountedIds& ids, const std::vector<int32_t>& held, int64_t from) {
     for (size_t i = static_cast<size_t>(from); i < held.size(); ++i) {
-      if (ids.refs(held[i]) != 1) return false;
+      if (ids.refs(held[i]) != 1 || ids.is_cached(held[i])) return false;
     }
     return true;
   };
   require(writable(blocks_, sequence.blocks, computed / config_.block_size), "a block to be written is shared");
   require(writable(pages_, sequence.pages, computed / config_.window_page - sequence.first_page),
           "a window page to be written is shared");
+  const PrefixState& prefix = sequence.prefix;
+  require(prefix.num_registered <= computed / config_.block_size, "blocks that are not full are registered");
+  require((prefix.num_registered == 0) == (prefix.tip.block == 0), "its chain has no tip");
 }
 
 }  // namespace deepinfer

@@ -12,12 +12,29 @@
 
 namespace deepinfer {
 
+// An entry of the prefix index as it was: the block may have another entry by now, with another serial.
+struct ChainTip {
+  int32_t block = 0;  // 0 is the empty prefix
+  uint64_t serial = 0;
+};
+
+// What ties a sequence to the prefix index.
+struct PrefixState {
+  bool enabled = false;
+  uint64_t salt = 0;
+  int32_t num_opened = 0;     // tokens at open(): the prompt, with the outputs of a sequence that is resumed
+  int32_t num_matched = 0;    // blocks whose tokens the index knew at open(), adopted or not
+  int32_t num_registered = 0; // leading blocks that have an entry, of this sequence or of one with equal tokens
+  ChainTip tip;               // the entry of the last of them
+};
+
 struct Sequence {
   std::vector<int32_t> tokens;  // prompt, then outputs
   std::vector<int32_t> blocks;  // blocks[i] holds positions [i * block_size, (i + 1) * block_size)
   std::vector<int32_t> pages;   // pages[i] holds page index first_page + i
   int32_t first_page = 0;       // lowest page index still held; those before it left the window
   int32_t num_computed = 0;     // records of positions [0, num_computed) are stored
+  PrefixState prefix;
 
   int64_t num_tokens() const { return static_cast<int64_t>(tokens.size()); }
   int64_t page_end() const { return first_page + static_cast<int64_t>(pages.size()); }

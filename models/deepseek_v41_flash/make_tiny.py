@@ -37,6 +37,7 @@ def make_tiny(
     progress: Progress | None = None,
     *,
     force: bool = False,
+    text_fields: Mapping[str, Any] | None = None,
 ) -> ModelConfig:
     """Write a complete random checkpoint.
 
@@ -47,6 +48,7 @@ def make_tiny(
         shards: weight files; 1 writes a single `model.safetensors` without an index.
         progress: told how many tensors are done.
         force: write into a folder that is not empty; files of an older checkpoint in it are removed first.
+        text_fields: fields of `text_config` to change, such as the number of layers and what goes with it.
 
     Returns:
         The configuration as `ModelConfig.from_dir` reads it back.
@@ -54,6 +56,7 @@ def make_tiny(
     Raises:
         FileExistsError: the folder is not empty; nothing was written.
         ValueError: `shards` is below 1, or `seed` below 0.
+        ConfigError: `text_fields` contradict the rest.
     """
     folder = Path(path)
     if shards < 1 or seed < 0:
@@ -65,7 +68,7 @@ def make_tiny(
         old.unlink(missing_ok=True)
     tokenizer = build_tokenizer(384 if quant else 320)
     (folder / TOKENIZER_FILE).write_text(tokenizer.to_str(), encoding="utf-8")
-    data = _config(quant, TinyVocabulary(tokenizer))
+    data = _config(quant, TinyVocabulary(tokenizer), text_fields or {})
     config = ModelConfig.from_dict(data)
     _write_weights(folder, expected_tensors(config), seed, shards, progress)
     # last, so that an interrupted folder is not taken for a checkpoint
@@ -73,9 +76,10 @@ def make_tiny(
     return config
 
 
-def _config(quant: bool, vocabulary: TinyVocabulary) -> dict[str, Any]:
+def _config(quant: bool, vocabulary: TinyVocabulary, changes: Mapping[str, Any]) -> dict[str, Any]:
     sizes = _QUANT_SIZES if quant else _PLAIN_SIZES
     text: dict[str, Any] = {"model_type": "deepseek_v41_text", **_TEXT, **sizes, "vocab_size": vocabulary.vocab_size}
+    text |= changes
     primes = engram_primes(
         len(text["engram_layer_ids"]), text["engram_vocab_size"], text["engram_max_ngram_size"], text["engram_n_heads"]
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from deepinfer.ops.cases.common import (
     FAR_BYTES,
     FLOATS,
     Poison,
+    bound,
     cache_of,
     far_stride,
     fill_cache,
@@ -70,18 +70,18 @@ def kv_norm_rope_store_cases() -> Iterable[Case]:
     for dtype in FLOATS:
         for kind, dim in KINDS[:2] + KINDS[3:]:
             for name, rows in row_counts():
-                make = partial(_store, rows=rows, kind=kind, dim=dim, dtype=dtype)
+                make = bound(_store, rows=rows, kind=kind, dim=dim, dtype=dtype)
                 yield Case(f"{name}, {short(dtype)} to {kind}", make, "small", ROWS)
     for ratio in (2, 3):
-        make = partial(_store, rows=20, kind="fp4", dim=32, dtype=torch.bfloat16, ratio=ratio)
+        make = bound(_store, rows=20, kind="fp4", dim=32, dtype=torch.bfloat16, ratio=ratio)
         yield Case(f"ratio {ratio}", make, "small", ROWS)
-    make = partial(_store, rows=20, kind="fp8", dim=64, dtype=torch.bfloat16, page_stride=4224)
+    make = bound(_store, rows=20, kind="fp8", dim=64, dtype=torch.bfloat16, page_stride=4224)
     yield Case("pages inside wider blocks", make, "small", ROWS)
     for kind, dim in KINDS[:2]:
-        make = partial(_store, rows=20, kind=kind, dim=dim, dtype=torch.bfloat16, page_stride=far_stride(6), skip=False)
+        make = bound(_store, rows=20, kind=kind, dim=dim, dtype=torch.bfloat16, page_stride=far_stride(6), skip=False)
         yield Case(f"MN-3 page offsets past 2^31, {kind}", make, "small", ROWS)
     for kind in ("fp8", "fp4"):
-        make = partial(
+        make = bound(
             _store, rows=256, kind=kind, dim=512, dtype=torch.bfloat16, pages=20, records=32, width=64, skip=False
         )
         yield Case(f"model records, {kind}", make, "real", ROWS)
@@ -93,16 +93,16 @@ def index_k_store_cases() -> Iterable[Case]:
     for dtype in FLOATS:
         for kind, dim in KINDS[2:]:
             for name, rows in row_counts():
-                make = partial(_store, rows=rows, kind=kind, dim=dim, dtype=dtype, name="k")
+                make = bound(_store, rows=rows, kind=kind, dim=dim, dtype=dtype, name="k")
                 yield Case(f"{name}, {short(dtype)} to {kind}", make, "small", rows_of)
     common = {"rows": 20, "kind": "index", "dim": 32, "dtype": torch.bfloat16, "name": "k"}
     for ratio in (2, 3):
-        yield Case(f"ratio {ratio}", partial(_store, ratio=ratio, **common), "small", rows_of)
-    yield Case("pages inside wider blocks", partial(_store, page_stride=4224, **common), "small", rows_of)
-    make = partial(_store, page_stride=far_stride(6), skip=False, **common)
+        yield Case(f"ratio {ratio}", bound(_store, ratio=ratio, **common), "small", rows_of)
+    yield Case("pages inside wider blocks", bound(_store, page_stride=4224, **common), "small", rows_of)
+    make = bound(_store, page_stride=far_stride(6), skip=False, **common)
     yield Case("MN-3 page offsets past 2^31", make, "small", rows_of)
     common = {"rows": 256, "kind": "index", "dim": 128, "dtype": torch.bfloat16, "name": "k"}
-    yield Case("model records", partial(_store, pages=8, records=64, width=64, **common), "real", rows_of)
+    yield Case("model records", bound(_store, pages=8, records=64, width=64, **common), "real", rows_of)
 
 
 def _every_code(gen: Generator, kind: CacheKind, dtype: torch.dtype) -> dict[str, Any]:
@@ -126,17 +126,17 @@ def kv_gather_cases() -> Iterable[Case]:
 
     for kind, dim in KINDS:
         for name, rows in row_counts():
-            yield Case(f"{name}, {kind}", partial(make, shape=(rows,), kind=kind, dim=dim), "small", ("slots",))
-        yield Case(f"MN-2 holes, {kind}", partial(make, shape=(7, 13), kind=kind, dim=dim), "small", ("slots",))
-        yield Case(f"MN-2 holes, huge page 0, {kind}", partial(make, shape=(7, 13), kind=kind, dim=dim, poison="huge"))
-        yield Case(f"no columns, {kind}", partial(make, shape=(5, 0), kind=kind, dim=dim), "small", ("slots",))
+            yield Case(f"{name}, {kind}", bound(make, shape=(rows,), kind=kind, dim=dim), "small", ("slots",))
+        yield Case(f"MN-2 holes, {kind}", bound(make, shape=(7, 13), kind=kind, dim=dim), "small", ("slots",))
+        yield Case(f"MN-2 holes, huge page 0, {kind}", bound(make, shape=(7, 13), kind=kind, dim=dim, poison="huge"))
+        yield Case(f"no columns, {kind}", bound(make, shape=(5, 0), kind=kind, dim=dim), "small", ("slots",))
         for strided in (False, True):
             form = "strided" if strided else "packed"
-            far = partial(_far_gather, kind=kind, dim=dim, strided=strided)
+            far = bound(_far_gather, kind=kind, dim=dim, strided=strided)
             yield Case(f"MN-3 page offsets past 2^31, {form}, {kind}", far, "small", ("slots",))
     for kind, _ in KINDS[:3]:
         for dtype in FLOATS:
-            make_codes = partial(_every_code, kind=kind, dtype=dtype)
+            make_codes = bound(_every_code, kind=kind, dtype=dtype)
             yield Case(f"every code, {kind}, {short(dtype)}", make_codes, "small", ("slots",))
 
 
@@ -183,9 +183,9 @@ def copy_blocks_cases() -> Iterable[Case]:
     for dtype, name in ((torch.uint8, "bytes"), (torch.float32, "float32")):
         for pairs in (0, 1, 9):
             label = "MN-5 no copies" if pairs == 0 else f"{pairs} copies"
-            yield Case(f"{label}, {name}", partial(make, pairs=pairs, dtype=dtype), "small", rows_of)
+            yield Case(f"{label}, {name}", bound(make, pairs=pairs, dtype=dtype), "small", rows_of)
     yield Case(
-        "MN-3 offsets past 2^31", partial(make, pairs=9, dtype=torch.uint8, stride=far_stride(12)), "small", rows_of
+        "MN-3 offsets past 2^31", bound(make, pairs=9, dtype=torch.uint8, stride=far_stride(12)), "small", rows_of
     )
 
 
@@ -230,38 +230,38 @@ def sparse_attn_cases() -> Iterable[Case]:
     for dtype in FLOATS:
         for kinds in (("fp8", "fp4"), ("f32", "f32"), ("fp8", "fp8")):
             for name, rows in row_counts(many=13):
-                make = partial(_attend, rows=rows, dtype=dtype, kinds=kinds)
+                make = bound(_attend, rows=rows, dtype=dtype, kinds=kinds)
                 yield Case(f"{name}, {short(dtype)}, {kinds[0]} and {kinds[1]}", make, "small", ATTEND_ROWS)
         for name, rows in row_counts(many=13):
             yield Case(
                 f"window only, {name}, {short(dtype)}",
-                partial(_attend, rows=rows, dtype=dtype, topk=None),
+                bound(_attend, rows=rows, dtype=dtype, topk=None),
                 "small",
                 ATTEND_ROWS,
             )
     bf16 = torch.bfloat16
     for width in (7, 8, 9, 31, 33):
-        yield Case(f"window {width}", partial(_attend, rows=9, dtype=bf16, window=width), "small", ATTEND_ROWS)
-        yield Case(f"top-k {width}", partial(_attend, rows=9, dtype=bf16, topk=width), "small", ATTEND_ROWS)
+        yield Case(f"window {width}", bound(_attend, rows=9, dtype=bf16, window=width), "small", ATTEND_ROWS)
+        yield Case(f"top-k {width}", bound(_attend, rows=9, dtype=bf16, topk=width), "small", ATTEND_ROWS)
     for window, topk in ((0, 5), (5, 0), (0, None)):
-        make = partial(_attend, rows=5, dtype=bf16, window=window, topk=topk)
+        make = bound(_attend, rows=5, dtype=bf16, window=window, topk=topk)
         yield Case(f"no columns, {window} and {topk}", make, "small", ATTEND_ROWS)
     for poison in ("nan", "huge"):
         for missing in (0.5, 1.0):
-            make = partial(_attend, rows=9, dtype=bf16, poison=poison, missing=missing)
+            make = bound(_attend, rows=9, dtype=bf16, poison=poison, missing=missing)
             yield Case(f"MN-2 {missing:.0%} of slots are -1, page 0 is {poison}", make, "small", ATTEND_ROWS)
     for sink in (0.0, 20.0):
-        yield Case(f"sinks of size {sink:g}", partial(_attend, rows=9, dtype=bf16, sink=sink), "small", ATTEND_ROWS)
+        yield Case(f"sinks of size {sink:g}", bound(_attend, rows=9, dtype=bf16, sink=sink), "small", ATTEND_ROWS)
     yield Case("sinks of -inf and +inf", _infinite_sinks, "small", ATTEND_ROWS)
     yield Case("NaN queries stay in their rows", _broken_queries, "small", ATTEND_ROWS)
     yield Case("a NaN record reaches the rows that name it", _broken_record, "small", ATTEND_ROWS)
     yield Case("peaked scores", _peaked, "small", ATTEND_ROWS)
     for strided in (False, True):
         form = "strided" if strided else "packed"
-        yield Case(f"MN-3 page offsets past 2^31, {form}", partial(_far_attend, strided=strided), "small", ATTEND_ROWS)
+        yield Case(f"MN-3 page offsets past 2^31, {form}", bound(_far_attend, strided=strided), "small", ATTEND_ROWS)
     keywords = {"heads": 64, "dim": 512, "window": 128, "pages": 40, "records": 32, "missing": 0.02, "dtype": bf16}
-    yield Case("model layer", partial(_attend, rows=32, topk=512, **keywords), "real", ATTEND_ROWS)
-    yield Case("model window layer", partial(_attend, rows=32, topk=None, **keywords), "real", ATTEND_ROWS)
+    yield Case("model layer", bound(_attend, rows=32, topk=512, **keywords), "real", ATTEND_ROWS)
+    yield Case("model window layer", bound(_attend, rows=32, topk=None, **keywords), "real", ATTEND_ROWS)
 
 
 def _infinite_sinks(gen: Generator) -> dict[str, Any]:
@@ -316,7 +316,7 @@ def attn_merge_cases() -> Iterable[Case]:
         for splits in (1, 2, 5):
             for name, rows in row_counts():
                 label = f"{splits} splits, {name}, {short(dtype)}"
-                yield Case(label, partial(make, splits=splits, rows=rows, dtype=dtype), "small", rows_of)
+                yield Case(label, bound(make, splits=splits, rows=rows, dtype=dtype), "small", rows_of)
 
 
 def vision_attn_cases() -> Iterable[Case]:
@@ -332,6 +332,6 @@ def vision_attn_cases() -> Iterable[Case]:
 
     for dtype in FLOATS:
         for name, sizes in (("MN-5 no images", ()), ("one patch", (1,)), ("ragged", (5, 0, 9, 1, 17)), ("two", (8, 8))):
-            yield Case(f"{name}, {short(dtype)}", partial(make, sizes=sizes, dtype=dtype), "small", ("q", "k", "v"))
-    make_real = partial(make, sizes=(576, 1521), dtype=torch.bfloat16, heads=16, dim=64)
+            yield Case(f"{name}, {short(dtype)}", bound(make, sizes=sizes, dtype=dtype), "small", ("q", "k", "v"))
+    make_real = bound(make, sizes=(576, 1521), dtype=torch.bfloat16, heads=16, dim=64)
     yield Case("model tower", make_real, "real", ("q", "k", "v"))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ from torch import Generator
 from deepinfer.ops.cases.common import (
     FLOATS,
     Poison,
+    bound,
     cache_of,
     cases_of,
     far_stride,
@@ -51,16 +51,16 @@ def build_swa_index_cases() -> Iterable[Case]:
 
     rows_of = ("positions", "row_to_seq")
     base = {"rows": 5, "freed": False}
-    yield Case("MN-5 no rows", partial(make, ends=(0,), window=8, page=4, **base), "small", rows_of)
-    yield Case("MN-5 no sequences", partial(make, ends=(), window=8, page=4, **base), "small", rows_of)
+    yield Case("MN-5 no rows", bound(make, ends=(0,), window=8, page=4, **base), "small", rows_of)
+    yield Case("MN-5 no sequences", bound(make, ends=(), window=8, page=4, **base), "small", rows_of)
     for around in (-1, 0, 1):
         for freed in (False, True):
             tail = ", freed pages" if freed else ""
             sizes = {"ends": (8 + around, 16 + around, 33, 1), "page": 4, "rows": 9, "freed": freed}
-            yield Case(f"length window {around:+d}{tail}", partial(make, window=8, **sizes), "small", rows_of)
+            yield Case(f"length window {around:+d}{tail}", bound(make, window=8, **sizes), "small", rows_of)
             sizes["ends"] = (7, 31, 33, 64)
-            yield Case(f"window page {around:+d}{tail}", partial(make, window=8 + around, **sizes), "small", rows_of)
-    yield Case("window of one", partial(make, ends=(5, 9), window=1, page=4, **base), "small", rows_of)
+            yield Case(f"window page {around:+d}{tail}", bound(make, window=8 + around, **sizes), "small", rows_of)
+    yield Case("window of one", bound(make, ends=(5, 9), window=1, page=4, **base), "small", rows_of)
 
     def holes(gen: Generator) -> dict[str, Any]:
         args = make(gen, ends=(30, 17), window=16, page=4, rows=17, freed=False)
@@ -69,7 +69,7 @@ def build_swa_index_cases() -> Iterable[Case]:
 
     yield Case("MN-2 holes are -1, not slot 0", holes, "small", rows_of)
     yield Case(
-        "model window", partial(make, ends=(4096, 700), window=128, page=32, rows=300, freed=True), "real", rows_of
+        "model window", bound(make, ends=(4096, 700), window=128, page=32, rows=300, freed=True), "real", rows_of
     )
 
 
@@ -104,17 +104,17 @@ def visible_lens_cases() -> Iterable[Case]:
     for ratio in (1, 2, 3, 4):
         yield Case(
             f"MN-4 64 consecutive positions, ratio {ratio}",
-            partial(make, rows=64, ratio=ratio),
+            bound(make, rows=64, ratio=ratio),
             "small",
             ("positions",),
         )
         yield Case(
             f"position 0, ratio {ratio}",
-            lambda gen, r=ratio: {"positions": torch.zeros(1).int(), "ratio": r},
+            bound(lambda gen, ratio: {"positions": torch.zeros(1).int(), "ratio": ratio}, ratio=ratio),
             "small",
             ("positions",),
         )
-    yield Case("MN-5 no rows", partial(make, rows=0, ratio=2), "small", ("positions",))
+    yield Case("MN-5 no rows", bound(make, rows=0, ratio=2), "small", ("positions",))
 
 
 def logical_to_slot_cases() -> Iterable[Case]:
@@ -134,9 +134,9 @@ def logical_to_slot_cases() -> Iterable[Case]:
     for block in (1, 4, 64):
         names = ((f"{n}, blocks of {block}", {"rows": r, "topk": 9, "block": block}) for n, r in row_counts())
         yield from cases_of(make, rows_of, names)
-    yield Case("no columns", partial(make, rows=4, topk=0, block=4), "small", rows_of)
-    yield Case("MN-3 slots close to 2^31", partial(make, rows=9, topk=9, block=64, high=1), "small", rows_of)
-    yield Case("model selection", partial(make, rows=256, topk=512, block=64, columns=40), "real", rows_of)
+    yield Case("no columns", bound(make, rows=4, topk=0, block=4), "small", rows_of)
+    yield Case("MN-3 slots close to 2^31", bound(make, rows=9, topk=9, block=64, high=1), "small", rows_of)
+    yield Case("model selection", bound(make, rows=256, topk=512, block=64, columns=40), "real", rows_of)
 
 
 def index_q_quant_cases() -> Iterable[Case]:
@@ -160,7 +160,7 @@ def index_q_quant_cases() -> Iterable[Case]:
             )
             yield from cases_of(make, ("q", "positions"), names)
     keywords = {"rows": 128, "dtype": torch.bfloat16, "fmt": "mxfp4", "heads": 32, "dim": 128}
-    yield Case("model heads", partial(make, **keywords), "real", ("q", "positions"))
+    yield Case("model heads", bound(make, **keywords), "real", ("q", "positions"))
 
 
 def _query(gen: Generator, rows: int, heads: int, dim: int, quant: bool) -> Any:
@@ -188,9 +188,9 @@ def index_logits_ragged_cases() -> Iterable[Case]:
             tail = f"{'mxfp4' if quant else 'f32'}, weights {short(dtype)}"
             names = ((f"{n}, {tail}", {"rows": r, "keys": 37, "quant": quant, "dtype": dtype}) for n, r in row_counts())
             yield from cases_of(make, (), names)
-    yield Case("no keys", partial(make, rows=3, keys=0, quant=True, dtype=torch.bfloat16))
+    yield Case("no keys", bound(make, rows=3, keys=0, quant=True, dtype=torch.bfloat16))
     keywords = {"rows": 64, "keys": 2048, "quant": True, "dtype": torch.bfloat16, "heads": 32, "dim": 128}
-    yield Case("model heads", partial(make, **keywords), "real")
+    yield Case("model heads", bound(make, **keywords), "real")
 
 
 def _paged(
@@ -236,9 +236,9 @@ def index_logits_paged_cases() -> Iterable[Case]:
             tail = f"{kind}, weights {short(dtype)}"
             names = ((f"{n}, {tail}", {"rows": r, "kind": kind, "dtype": dtype}) for n, r in row_counts())
             yield from cases_of(make, PAGED_ROWS, names)
-    base = {"rows": 9, "kind": "index", "dtype": torch.bfloat16}
+    base: dict[str, Any] = {"rows": 9, "kind": "index", "dtype": torch.bfloat16}
     for columns in (0, 1, 39):
-        yield Case(f"{columns} columns", partial(make, num_columns=columns, **base), "small", PAGED_ROWS)
+        yield Case(f"{columns} columns", bound(make, num_columns=columns, **base), "small", PAGED_ROWS)
 
     def behind(gen: Generator) -> dict[str, Any]:
         args = make(gen, **base)
@@ -248,9 +248,9 @@ def index_logits_paged_cases() -> Iterable[Case]:
         return args
 
     yield Case("NaN behind the visible keys", behind, "small", PAGED_ROWS)
-    yield Case("MN-3 page offsets past 2^31", partial(make, page_stride=far_stride(16), **base), "small", PAGED_ROWS)
+    yield Case("MN-3 page offsets past 2^31", bound(make, page_stride=far_stride(16), **base), "small", PAGED_ROWS)
     keywords = {"heads": 32, "dim": 128, "records": 64, "columns": 32, "rows": 32, "num_columns": 2048}
-    yield Case("model heads", partial(make, kind="index", dtype=torch.bfloat16, **keywords), "real", PAGED_ROWS)
+    yield Case("model heads", bound(make, kind="index", dtype=torch.bfloat16, **keywords), "real", PAGED_ROWS)
 
 
 def index_logits_blocks_cases() -> Iterable[Case]:
@@ -269,14 +269,14 @@ def index_logits_blocks_cases() -> Iterable[Case]:
             tail = f"{kind}, weights {short(dtype)}"
             names = ((f"{n}, {tail}", {"rows": r, "kind": kind, "dtype": dtype, "blocks": 5}) for n, r in row_counts())
             yield from cases_of(make, rows_of, names)
-    base = {"rows": 9, "kind": "index", "dtype": torch.bfloat16}
-    yield Case("no blocks", partial(make, blocks=0, **base), "small", rows_of)
-    yield Case("blocks of 3, not a divisor of a page", partial(make, blocks=4, candidate=3, **base), "small", rows_of)
+    base: dict[str, Any] = {"rows": 9, "kind": "index", "dtype": torch.bfloat16}
+    yield Case("no blocks", bound(make, blocks=0, **base), "small", rows_of)
+    yield Case("blocks of 3, not a divisor of a page", bound(make, blocks=4, candidate=3, **base), "small", rows_of)
     yield Case(
-        "MN-3 page offsets past 2^31", partial(make, blocks=5, page_stride=far_stride(16), **base), "small", rows_of
+        "MN-3 page offsets past 2^31", bound(make, blocks=5, page_stride=far_stride(16), **base), "small", rows_of
     )
     keywords = {"heads": 32, "dim": 128, "records": 64, "columns": 32, "rows": 16, "blocks": 128, "candidate": 8}
-    yield Case("model pool", partial(make, kind="index", dtype=torch.bfloat16, **keywords), "real", rows_of)
+    yield Case("model pool", bound(make, kind="index", dtype=torch.bfloat16, **keywords), "real", rows_of)
 
 
 def block_max_cases() -> Iterable[Case]:
@@ -296,8 +296,8 @@ def block_max_cases() -> Iterable[Case]:
             (f"{n}, {columns} by {block}", {"rows": r, "columns": columns, "block": block}) for n, r in row_counts()
         )
         yield from cases_of(make, rows_of, names)
-    yield Case("no columns", partial(make, rows=4, columns=0, block=8), "small", rows_of)
-    yield Case("model pool", partial(make, rows=64, columns=20000, block=8), "real", rows_of)
+    yield Case("no columns", bound(make, rows=4, columns=0, block=8), "small", rows_of)
+    yield Case("model pool", bound(make, rows=64, columns=20000, block=8), "real", rows_of)
 
 
 def topk_select_cases() -> Iterable[Case]:
@@ -331,13 +331,13 @@ def topk_select_cases() -> Iterable[Case]:
         yield from cases_of(make, rows_of, names)
         for dress in ("ties", "equal", "zeros", "broken", "tiny"):
             keywords = {"rows": 20, "columns": 70, "k": 16, "dtype": dtype, "dress": dress}
-            yield Case(f"{dress}, {short(dtype)}", partial(make, **keywords), "small", rows_of)
+            yield Case(f"{dress}, {short(dtype)}", bound(make, **keywords), "small", rows_of)
     for columns, k in ((0, 4), (3, 8), (8, 8), (9, 8), (1, 1), (1025, 512)):
         keywords = {"rows": 7, "columns": columns, "k": k, "dtype": torch.float32}
-        yield Case(f"{k} of {columns}", partial(make, **keywords), "small", rows_of)
+        yield Case(f"{k} of {columns}", bound(make, **keywords), "small", rows_of)
     for name, columns, k in (("selection", 32768, 512), ("pool", 4096, 2048)):
         keywords = {"rows": 32, "columns": columns, "k": k, "dtype": torch.bfloat16, "dress": "ties"}
-        yield Case(f"model {name}", partial(make, **keywords), "real", rows_of)
+        yield Case(f"model {name}", bound(make, **keywords), "real", rows_of)
 
 
 def blocks_to_positions_cases() -> Iterable[Case]:
@@ -353,7 +353,7 @@ def blocks_to_positions_cases() -> Iterable[Case]:
     for block in (1, 8):
         names = ((f"{n}, blocks of {block}", {"rows": r, "k": 7, "blocks": 5, "block": block}) for n, r in row_counts())
         yield from cases_of(make, rows_of, names)
-    yield Case("model pool", partial(make, rows=64, k=512, blocks=2048, block=8), "real", rows_of)
+    yield Case("model pool", bound(make, rows=64, k=512, blocks=2048, block=8), "real", rows_of)
 
 
 def uniform_lens_cases() -> Iterable[Case]:
@@ -374,4 +374,4 @@ def concat_rows_cases() -> Iterable[Case]:
 
     for dtype in (torch.int32, torch.float32):
         for name, sizes in (("MN-5 no rows", (0,)), ("one part", (5,)), ("ragged", (3, 0, 1, 6))):
-            yield Case(f"{name}, {str(dtype).removeprefix('torch.')}", partial(make, sizes=sizes, dtype=dtype))
+            yield Case(f"{name}, {str(dtype).removeprefix('torch.')}", bound(make, sizes=sizes, dtype=dtype))

@@ -24,6 +24,11 @@ FAR_BYTES = 3 << 30
 Maker = Callable[..., dict[str, Any]]
 
 
+def bound(make: Maker, /, **keywords: Any) -> Callable[[Generator], dict[str, Any]]:
+    """A maker with its keywords filled in, as a `Case` wants it."""
+    return partial(make, **keywords)
+
+
 def short(dtype: torch.dtype) -> str:
     """bf16, f32: how case names say a dtype."""
     return {torch.bfloat16: "bf16", torch.float32: "f32"}[dtype]
@@ -77,8 +82,9 @@ def quantised(gen: Generator, *shape: int, fmt: QuantFormat, scale: float = 1.0)
 def weight_of(gen: Generator, *shape: int, kind: str) -> Tensor | QTensor:
     """A weight of `kind`: bf16, f32, mxfp8 or mxfp4, scaled so that products stay near 1."""
     scale = shape[-1] ** -0.5
-    if kind == "mxfp8" or kind == "mxfp4":
-        return quantised(gen, *shape, fmt=kind, scale=scale)
+    formats: dict[str, QuantFormat] = {"mxfp8": "mxfp8", "mxfp4": "mxfp4"}
+    if kind in formats:
+        return quantised(gen, *shape, fmt=formats[kind], scale=scale)
     return normal(gen, *shape, dtype={"bf16": torch.bfloat16, "f32": torch.float32}[kind], scale=scale)
 
 

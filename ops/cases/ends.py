@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Generator
 
-from deepinfer.ops.cases.common import FLOATS, cases_of, integers, mixed, normal, packed, row_counts, short, tables
+from deepinfer.ops.cases.common import (
+    FLOATS,
+    bound,
+    cases_of,
+    integers,
+    mixed,
+    normal,
+    packed,
+    row_counts,
+    short,
+    tables,
+)
 from deepinfer.ops.spec import Case
 
 
@@ -54,8 +64,8 @@ def concat_columns_cases() -> Iterable[Case]:
         for name, widths in (("one part", (5,)), ("single columns", (1,) * 5), ("ragged", (3, 0, 1, 6))):
             for which, rows in row_counts():
                 tail = f"{name}, {str(dtype).removeprefix('torch.')}"
-                yield Case(f"{which}, {tail}", partial(make, rows=rows, widths=widths, dtype=dtype))
-    yield Case("draft features", partial(make, rows=2048, widths=(5120,) * 3, dtype=torch.bfloat16), "real")
+                yield Case(f"{which}, {tail}", bound(make, rows=rows, widths=widths, dtype=dtype))
+    yield Case("draft features", bound(make, rows=2048, widths=(5120,) * 3, dtype=torch.bfloat16), "real")
 
 
 def draft_rows_cases() -> Iterable[Case]:
@@ -75,7 +85,7 @@ def draft_rows_cases() -> Iterable[Case]:
 
     for num_tokens in (1, 2, 5):
         for name, rows in row_counts():
-            yield Case(f"{name}, blocks of {num_tokens}", partial(make, rows=rows, num_tokens=num_tokens))
+            yield Case(f"{name}, blocks of {num_tokens}", bound(make, rows=rows, num_tokens=num_tokens))
 
 
 def known_ids_cases() -> Iterable[Case]:
@@ -108,10 +118,10 @@ def markov_logits_cases() -> Iterable[Case]:
     for dtype in FLOATS:
         names = ((f"{n}, {short(dtype)}", {"rows": r, "ids": 37, "rank": 16, "dtype": dtype}) for n, r in row_counts())
         yield from cases_of(make, rows_of, names)
-    yield Case("rank 7", partial(make, rows=9, ids=50, rank=7, dtype=torch.float32), "small", rows_of)
-    holes = partial(make, rows=9, ids=50, rank=16, dtype=torch.bfloat16, holes=True)
+    yield Case("rank 7", bound(make, rows=9, ids=50, rank=7, dtype=torch.float32), "small", rows_of)
+    holes = bound(make, rows=9, ids=50, rank=16, dtype=torch.bfloat16, holes=True)
     yield Case("masked and NaN rows", holes, "small", rows_of)
-    yield Case("model vocabulary", partial(make, rows=8, ids=129280, rank=256, dtype=torch.bfloat16), "real", rows_of)
+    yield Case("model vocabulary", bound(make, rows=8, ids=129280, rank=256, dtype=torch.bfloat16), "real", rows_of)
 
 
 def draft_confidence_cases() -> Iterable[Case]:
@@ -135,7 +145,7 @@ def draft_confidence_cases() -> Iterable[Case]:
             tail = f"{short(dtype)}, temperature {temperature}"
             names = ((f"{n}, {tail}", {"rows": r, "dtype": dtype, "temperature": temperature}) for n, r in row_counts())
             yield from cases_of(make, rows_of, names)
-    real = partial(make, rows=32, dtype=torch.bfloat16, temperature=1.0, h=5120, r=256)
+    real = bound(make, rows=32, dtype=torch.bfloat16, temperature=1.0, h=5120, r=256)
     yield Case("model width", real, "real", rows_of)
 
 
@@ -188,16 +198,16 @@ def advance_step_cases() -> Iterable[Case]:
             "ratios": ratios,
         }
 
-    yield Case("MN-5 no rows", partial(make, lengths=(), drafts=5))
-    yield Case("decode rows", partial(make, lengths=(1,) * 7, drafts=0))
+    yield Case("MN-5 no rows", bound(make, lengths=(), drafts=5))
+    yield Case("decode rows", bound(make, lengths=(1,) * 7, drafts=0))
     for drafts in (1, 5):
         rows = drafts + 1
-        yield Case(f"verify rows, {drafts} drafts", partial(make, lengths=(rows,) * 6, drafts=drafts))
+        yield Case(f"verify rows, {drafts} drafts", bound(make, lengths=(rows,) * 6, drafts=drafts))
         yield Case(
-            f"fewer rows than drafts, {drafts} drafts", partial(make, lengths=(1, rows, 2, rows, 1), drafts=drafts)
+            f"fewer rows than drafts, {drafts} drafts", bound(make, lengths=(1, rows, 2, rows, 1), drafts=drafts)
         )
-    yield Case("prefill between decode rows", partial(make, lengths=(1, 20, 1, 3), drafts=0))
-    yield Case("no sequence ran before", partial(make, lengths=(3, 1, 9), drafts=2, known=False))
+    yield Case("prefill between decode rows", bound(make, lengths=(1, 20, 1, 3), drafts=0))
+    yield Case("no sequence ran before", bound(make, lengths=(3, 1, 9), drafts=2, known=False))
     for ratio in (1, 2, 4):
-        yield Case(f"ratio {ratio}", partial(make, lengths=(6,) * 5, drafts=5, ratios=(ratio,)))
-    yield Case("padding rows behind the last", partial(make, lengths=(6, 6, 1), drafts=5, padding=4))
+        yield Case(f"ratio {ratio}", bound(make, lengths=(6,) * 5, drafts=5, ratios=(ratio,)))
+    yield Case("padding rows behind the last", bound(make, lengths=(6, 6, 1), drafts=5, padding=4))

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Generator, Tensor
 
-from deepinfer.ops.cases.common import activation_of, cases_of, integers, mixed, normal, row_counts, weight_of
+from deepinfer.ops.cases.common import activation_of, bound, cases_of, integers, mixed, normal, row_counts, weight_of
 from deepinfer.ops.formats import QTensor
 from deepinfer.ops.spec import Case
 
@@ -48,9 +47,9 @@ def linear_mx_cases() -> Iterable[Case]:
             names = ((f"{n}, {x} x {weight} to {out}", {"rows": r, **keywords}) for n, r in row_counts())
             yield from cases_of(make, ("x",), names)
         keywords = {"n": 33, "k": 256, "x": "mxfp8", "weight": weight, "out": "f32", "acc": True}
-        yield Case(f"accumulator, {weight}", partial(make, rows=17, **keywords), "small", ("x", "acc"))
+        yield Case(f"accumulator, {weight}", bound(make, rows=17, **keywords), "small", ("x", "acc"))
         keywords = {"n": 1, "k": 32, "x": "mxfp8", "weight": weight, "out": "f32"}
-        yield Case(f"one output, {weight}", partial(make, rows=9, **keywords), "small", ("x",))
+        yield Case(f"one output, {weight}", bound(make, rows=9, **keywords), "small", ("x",))
     yield Case("every weight code", _every_weight_code, "small", ("x",))
     for name, n, k in (
         ("q_a and kv", 1792, 5120),
@@ -59,7 +58,7 @@ def linear_mx_cases() -> Iterable[Case]:
         ("shared up", 4608, 5120),
     ):
         keywords = {"rows": 64, "n": n, "k": k, "x": "mxfp8", "weight": "mxfp8", "out": "bf16"}
-        yield Case(f"model {name}", partial(make, **keywords), "real", ("x",))
+        yield Case(f"model {name}", bound(make, **keywords), "real", ("x",))
 
 
 def _every_weight_code(gen: Generator) -> dict[str, Any]:
@@ -98,14 +97,14 @@ def linear_bf16_cases() -> Iterable[Case]:
         )
     keywords = {"x": "f32", "weight": "bf16", "out": "f32", "scale": 0.0137}
     for n, k in ((1, 1), (3, 7), (32, 129)):
-        yield Case(f"{n} x {k}, scaled", partial(make, rows=18, n=n, k=k, **keywords), "small", ("x",))
+        yield Case(f"{n} x {k}, scaled", bound(make, rows=18, n=n, k=k, **keywords), "small", ("x",))
     for name, n, k, out in (
         ("router", 384, 5120, "f32"),
         ("compressor", 512, 5120, "f32"),
         ("head weights", 32, 5120, "bf16"),
     ):
         keywords = {"rows": 64, "n": n, "k": k, "x": "bf16", "weight": "bf16", "out": out}
-        yield Case(f"model {name}", partial(make, **keywords), "real", ("x",))
+        yield Case(f"model {name}", bound(make, **keywords), "real", ("x",))
 
 
 def linear_grouped_o_cases() -> Iterable[Case]:
@@ -121,7 +120,7 @@ def linear_grouped_o_cases() -> Iterable[Case]:
             names = ((f"{groups} groups, {n}, {x} x {weight}", {"rows": r, **keywords}) for n, r in row_counts())
             yield from cases_of(make, ("x",), names)
     keywords = {"rows": 32, "groups": 8, "n": 1024, "k": 4096, "x": "bf16", "weight": "mxfp8"}
-    yield Case("model o groups", partial(make, **keywords), "real", ("x",))
+    yield Case("model o groups", bound(make, **keywords), "real", ("x",))
 
 
 def moe_gate_cases() -> Iterable[Case]:
@@ -144,10 +143,10 @@ def moe_gate_cases() -> Iterable[Case]:
     for name, rows in row_counts():
         for images in (False, True):
             label = f"{name}{', images' if images else ''}"
-            yield Case(label, partial(make, rows=rows, experts=16, k=3, images=images), "small", rows_of)
+            yield Case(label, bound(make, rows=rows, experts=16, k=3, images=images), "small", rows_of)
     for k in (1, 8):
-        yield Case(f"{k} of 8 experts", partial(make, rows=20, experts=8, k=k), "small", rows_of)
-    yield Case("large logits", partial(make, rows=20, experts=24, k=6, scale=60.0), "small", rows_of)
+        yield Case(f"{k} of 8 experts", bound(make, rows=20, experts=8, k=k), "small", rows_of)
+    yield Case("large logits", bound(make, rows=20, experts=24, k=6, scale=60.0), "small", rows_of)
 
     def ties(gen: Generator) -> dict[str, Any]:
         logits = integers(gen, 2, 24, 16).float()
@@ -158,8 +157,8 @@ def moe_gate_cases() -> Iterable[Case]:
 
     yield Case("ties go to the smaller id", ties, "small", rows_of)
     yield Case("all equal", all_tied, "small", rows_of)
-    yield Case("model router", partial(make, rows=512, experts=384, k=6), "real", rows_of)
-    yield Case("draft router", partial(make, rows=64, experts=128, k=3), "real", rows_of)
+    yield Case("model router", bound(make, rows=512, experts=384, k=6), "real", rows_of)
+    yield Case("draft router", bound(make, rows=64, experts=128, k=3), "real", rows_of)
 
 
 def routing(gen: Generator, rows: int, experts: int, k: int, *, holes: bool = True) -> tuple[Tensor, Tensor]:
@@ -198,11 +197,11 @@ def ep_dispatch_cases() -> Iterable[Case]:
         yield from cases_of(make, rows_of, names)
         yield Case(
             f"one expert takes all, {kind}",
-            partial(make, rows=13, experts=5, k=1, kind=kind, one=True),
+            bound(make, rows=13, experts=5, k=1, kind=kind, one=True),
             "small",
             rows_of,
         )
-    yield Case("model experts", partial(make, rows=128, experts=384, k=6, kind="mxfp8", h=5120), "real", rows_of)
+    yield Case("model experts", bound(make, rows=128, experts=384, k=6, kind="mxfp8", h=5120), "real", rows_of)
 
 
 def ep_combine_cases() -> Iterable[Case]:
@@ -232,8 +231,8 @@ def ep_combine_cases() -> Iterable[Case]:
         for bias in (False, True):
             for name, rows in row_counts():
                 label = f"{name}, {kind}{', shared expert' if bias else ''}"
-                yield Case(label, partial(make, rows=rows, k=3, kind=kind, bias=bias), "small", ("handle", "bias"))
-    yield Case("model rows", partial(make, rows=128, k=6, kind="bf16", bias=True, h=5120), "real", ("handle", "bias"))
+                yield Case(label, bound(make, rows=rows, k=3, kind=kind, bias=bias), "small", ("handle", "bias"))
+    yield Case("model rows", bound(make, rows=128, k=6, kind="bf16", bias=True, h=5120), "real", ("handle", "bias"))
 
 
 def moe_grouped_gemm_cases() -> Iterable[Case]:
@@ -265,9 +264,9 @@ def moe_grouped_gemm_cases() -> Iterable[Case]:
     for x, weight, out in kinds:
         for name, count in counts.items():
             keywords = {"counts": count, "n": 40, "k": 96, "x": x, "weight": weight, "out": out}
-            yield Case(f"{name}, {x} x {weight} to {out}", partial(make, **keywords), "small", ("x",))
+            yield Case(f"{name}, {x} x {weight} to {out}", bound(make, **keywords), "small", ("x",))
     keywords = {"counts": (0, 0), "spare": 0, "n": 40, "k": 96, "x": "bf16", "weight": "bf16", "out": "bf16"}
-    yield Case("MN-5 no rows at all", partial(make, **keywords), "small", ("x",))
+    yield Case("MN-5 no rows at all", bound(make, **keywords), "small", ("x",))
     for name, n, k in (("up and gate", 4608, 5120), ("down", 5120, 2304)):
         keywords = {
             "counts": (0, 3, 17, 1, 40, 0, 2, 64),
@@ -277,7 +276,7 @@ def moe_grouped_gemm_cases() -> Iterable[Case]:
             "weight": "mxfp4",
             "out": "bf16",
         }
-        yield Case(f"model {name}", partial(make, **keywords), "real", ("x",))
+        yield Case(f"model {name}", bound(make, **keywords), "real", ("x",))
 
 
 def swiglu_quant_cases() -> Iterable[Case]:
@@ -301,9 +300,9 @@ def swiglu_quant_cases() -> Iterable[Case]:
                 for name, rows in row_counts():
                     label = f"{name}, {kind} to {fmt or kind}{', weighted' if weighted else ''}"
                     keywords = {"rows": rows, "width": 64, "kind": kind, "fmt": fmt, "weighted": weighted}
-                    yield Case(label, partial(make, **keywords), "small", rows_of)
+                    yield Case(label, bound(make, **keywords), "small", rows_of)
     keywords = {"rows": 256, "width": 2304, "kind": "bf16", "fmt": "mxfp8", "weighted": True}
-    yield Case("model experts", partial(make, **keywords), "real", rows_of)
+    yield Case("model experts", bound(make, **keywords), "real", rows_of)
 
 
 def expert_shuffle_cases() -> Iterable[Case]:
@@ -314,4 +313,4 @@ def expert_shuffle_cases() -> Iterable[Case]:
 
     for kind in ("bf16", "mxfp4", "mxfp8"):
         for name, source in (("permuted", (4, 2, 0, 1, 3)), ("replicas", (1, 1, 4, 1, 0, 3, 2)), ("MN-5 none", ())):
-            yield Case(f"{name}, {kind}", partial(make, source=source, kind=kind))
+            yield Case(f"{name}, {kind}", bound(make, source=source, kind=kind))

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from functools import partial
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Generator, Tensor
 
-from deepinfer.ops.cases.common import FLOATS, cases_of, integers, mixed, normal, rotary, row_counts, short
+from deepinfer.ops.cases.common import FLOATS, bound, cases_of, integers, mixed, normal, rotary, row_counts, short
 from deepinfer.ops.formats import GROUP, QTensor, QuantFormat
 from deepinfer.ops.spec import Case
 
@@ -29,11 +28,9 @@ def rms_norm_cases() -> Iterable[Case]:
             _norm, ("x",), ((f"{n}, {name}", {"rows": r, "width": 96, "dtype": dtype}) for n, r in row_counts())
         )
         for width in (1, 31, 33, 257):
-            yield Case(f"width {width}, {name}", partial(_norm, rows=19, width=width, dtype=dtype), "small", ("x",))
-        yield Case(
-            f"no weight, {name}", partial(_norm, rows=19, width=64, dtype=dtype, weighted=False), "small", ("x",)
-        )
-        yield Case(f"hidden, {name}", partial(_norm, rows=128, width=5120, dtype=dtype), "real", ("x",))
+            yield Case(f"width {width}, {name}", bound(_norm, rows=19, width=width, dtype=dtype), "small", ("x",))
+        yield Case(f"no weight, {name}", bound(_norm, rows=19, width=64, dtype=dtype, weighted=False), "small", ("x",))
+        yield Case(f"hidden, {name}", bound(_norm, rows=128, width=5120, dtype=dtype), "real", ("x",))
 
     def heads(gen: Generator) -> dict[str, Any]:
         return {**_norm(gen, 7 * 3, 32, torch.bfloat16), "x": mixed(gen, 7, 3, 32, dtype=torch.bfloat16)}
@@ -54,8 +51,12 @@ def rms_norm_quant_cases() -> Iterable[Case]:
 
             yield from cases_of(make, ("x",), ((f"{n}, {name}", {"rows": r, "width": 96}) for n, r in row_counts()))
     yield Case(
-        "hidden, mxfp8, bf16", partial(make, rows=128, width=5120, dtype=torch.bfloat16, fmt="mxfp8"), "real", ("x",)
+        "hidden, mxfp8, bf16", bound(make, rows=128, width=5120, dtype=torch.bfloat16, fmt="mxfp8"), "real", ("x",)
     )
+
+
+def _edge_rows(gen: Generator, fmt: QuantFormat, rows: Callable[[QuantFormat], Tensor]) -> dict[str, Any]:
+    return {"x": rows(fmt), "fmt": fmt}
 
 
 def _scales_at_powers(fmt: QuantFormat) -> Tensor:
@@ -100,17 +101,15 @@ def quantize_cases() -> Iterable[Case]:
         for dtype in FLOATS:
             for name, rows in row_counts():
                 keywords = {"rows": rows, "width": 96, "dtype": dtype, "fmt": fmt}
-                yield Case(f"{name}, {fmt}, {short(dtype)}", partial(make, **keywords), "small", ("x",))
+                yield Case(f"{name}, {fmt}, {short(dtype)}", bound(make, **keywords), "small", ("x",))
         for width in (2, 30, 34, 50):
             keywords = {"rows": 18, "width": width, "dtype": torch.float32, "fmt": fmt}
-            yield Case(f"width {width}, {fmt}", partial(make, **keywords), "small", ("x",))
-        yield Case(f"midpoints, {fmt}", lambda gen, fmt=fmt: {"x": _midpoints(fmt), "fmt": fmt}, "small", ("x",))
-        yield Case(
-            f"scale edges, {fmt}", lambda gen, fmt=fmt: {"x": _scales_at_powers(fmt), "fmt": fmt}, "small", ("x",)
-        )
-        yield Case(f"tiny values, {fmt}", partial(_tiny, fmt=fmt), "small", ("x",))
+            yield Case(f"width {width}, {fmt}", bound(make, **keywords), "small", ("x",))
+        yield Case(f"midpoints, {fmt}", bound(_edge_rows, fmt=fmt, rows=_midpoints), "small", ("x",))
+        yield Case(f"scale edges, {fmt}", bound(_edge_rows, fmt=fmt, rows=_scales_at_powers), "small", ("x",))
+        yield Case(f"tiny values, {fmt}", bound(_tiny, fmt=fmt), "small", ("x",))
         keywords = {"rows": 256, "width": 5120, "dtype": torch.bfloat16, "fmt": fmt}
-        yield Case(f"hidden, {fmt}", partial(make, **keywords), "real", ("x",))
+        yield Case(f"hidden, {fmt}", bound(make, **keywords), "real", ("x",))
 
 
 def _tiny(gen: Generator, fmt: QuantFormat) -> dict[str, Any]:
@@ -137,11 +136,11 @@ def dequantize_cases() -> Iterable[Case]:
     for fmt in FORMATS:
         for dtype in FLOATS:
             yield Case(
-                f"every code and scale, {fmt}, {short(dtype)}", partial(every, fmt=fmt, dtype=dtype), "small", ("x",)
+                f"every code and scale, {fmt}, {short(dtype)}", bound(every, fmt=fmt, dtype=dtype), "small", ("x",)
             )
             for name, rows in row_counts():
                 yield Case(
-                    f"{name}, {fmt}, {short(dtype)}", partial(random, rows=rows, fmt=fmt, dtype=dtype), "small", ("x",)
+                    f"{name}, {fmt}, {short(dtype)}", bound(random, rows=rows, fmt=fmt, dtype=dtype), "small", ("x",)
                 )
 
 
@@ -167,11 +166,11 @@ def rope_cases() -> Iterable[Case]:
                     return {**_turn(gen, **keywords), "conjugate": back}
 
                 label = f"{name}, {short(dtype)}{', back' if back else ''}"
-                yield Case(label, partial(make, rows=rows, dtype=dtype), "small", rows_of)
-        yield Case(f"no head axis, {short(dtype)}", partial(_turn, rows=17, dtype=dtype, heads=0), "small", rows_of)
-        yield Case(f"all channels, {short(dtype)}", partial(_turn, rows=17, dtype=dtype, dim=16), "small", rows_of)
+                yield Case(label, bound(make, rows=rows, dtype=dtype), "small", rows_of)
+        yield Case(f"no head axis, {short(dtype)}", bound(_turn, rows=17, dtype=dtype, heads=0), "small", rows_of)
+        yield Case(f"all channels, {short(dtype)}", bound(_turn, rows=17, dtype=dtype, dim=16), "small", rows_of)
     keywords = {"rows": 64, "dtype": torch.bfloat16, "heads": 64, "dim": 512, "width": 64}
-    yield Case("model heads", partial(_turn, **keywords), "real", rows_of)
+    yield Case("model heads", bound(_turn, **keywords), "real", rows_of)
 
 
 def q_norm_rope_cases() -> Iterable[Case]:
@@ -186,9 +185,9 @@ def q_norm_rope_cases() -> Iterable[Case]:
         for dtype in FLOATS:
             for name, rows in row_counts():
                 keywords = {"rows": rows, "dtype": dtype, "normalise": normalise}
-                yield Case(f"{flag}, {name}, {short(dtype)}", partial(make, **keywords), "small", ("q", "positions"))
+                yield Case(f"{flag}, {name}, {short(dtype)}", bound(make, **keywords), "small", ("q", "positions"))
     keywords = {"rows": 64, "dtype": torch.bfloat16, "heads": 64, "dim": 512, "width": 64, "normalise": False}
-    yield Case("model heads", partial(make, **keywords), "real", ("q", "positions"))
+    yield Case("model heads", bound(make, **keywords), "real", ("q", "positions"))
 
 
 def o_rope_cases() -> Iterable[Case]:
@@ -203,7 +202,7 @@ def o_rope_cases() -> Iterable[Case]:
             for name, rows in row_counts():
                 keywords = {"rows": rows, "dtype": dtype, "heads": 4, "groups": groups}
                 yield Case(
-                    f"{groups} groups, {name}, {short(dtype)}", partial(make, **keywords), "small", ("o", "positions")
+                    f"{groups} groups, {name}, {short(dtype)}", bound(make, **keywords), "small", ("o", "positions")
                 )
     keywords = {"rows": 64, "dtype": torch.bfloat16, "heads": 64, "dim": 512, "width": 64, "groups": 8}
-    yield Case("model heads", partial(make, **keywords), "real", ("o", "positions"))
+    yield Case("model heads", bound(make, **keywords), "real", ("o", "positions"))

@@ -80,3 +80,27 @@ def advance_history_cases() -> Iterable[Case]:
         yield Case(f"{emitted} of 6 emitted", partial(make, depth=4, drafts=5, emitted=emitted))
     for chunk in (1, 2, 3, 9):
         yield Case(f"after a prefill chunk of {chunk}", partial(make, depth=4, drafts=0, emitted=1, chunk=chunk))
+
+
+def gather_ids_cases() -> Iterable[Case]:
+    """-1 among the rows, repeats, nothing to gather."""
+
+    def make(gen: Generator, count: int, rows: int) -> dict[str, Any]:
+        picks = integers(gen, max(count, 1), rows) if count else torch.full((rows,), -1, dtype=torch.int32)
+        picks[::3] = -1
+        return {"ids": integers(gen, 1000, count), "rows": picks}
+
+    yield Case("MN-5 no rows", partial(make, count=5, rows=0))
+    yield Case("no ids", partial(make, count=0, rows=3))
+    yield Case("repeats and -1", partial(make, count=4, rows=11))
+
+
+def shift_cases() -> Iterable[Case]:
+    """No values, up, down, by nothing."""
+
+    def make(gen: Generator, count: int, amount: int) -> dict[str, Any]:
+        return {"values": integers(gen, 1 << 20, count), "amount": amount}
+
+    yield Case("MN-5 no rows", partial(make, count=0, amount=2))
+    for amount in (-3, 0, 5):
+        yield Case(f"by {amount}", partial(make, count=7, amount=amount))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import partial
 from typing import Any
 
 import torch
@@ -11,6 +10,7 @@ from torch import Generator
 
 from deepinfer.ops.cases.common import (
     FLOATS,
+    bound,
     cases_of,
     far_stride,
     integers,
@@ -53,9 +53,9 @@ def _stream_cases(
             make, rows_of, ((f"{n}, {short(dtype)}", {"rows": r, "dtype": dtype}) for n, r in row_counts())
         )
         keywords = {"rows": 18, "dtype": dtype, "awkward_rows": True}
-        yield Case(f"awkward rows, {short(dtype)}", partial(make, **keywords), "small", rows_of)
-        yield Case(f"two streams, {short(dtype)}", partial(make, rows=9, dtype=dtype, m=2, h=33), "small", rows_of)
-    yield Case("model width", partial(make, rows=64, dtype=torch.bfloat16, h=5120), "real", rows_of)
+        yield Case(f"awkward rows, {short(dtype)}", bound(make, **keywords), "small", rows_of)
+        yield Case(f"two streams, {short(dtype)}", bound(make, rows=9, dtype=dtype, m=2, h=33), "small", rows_of)
+    yield Case("model width", bound(make, rows=64, dtype=torch.bfloat16, h=5120), "real", rows_of)
 
 
 def mhc_prenorm_mix_cases() -> Iterable[Case]:
@@ -116,7 +116,7 @@ def mhc_step_cases() -> Iterable[Case]:
         yield from cases_of(
             make, rows_of, ((f"{n}, {short(dtype)}", {"rows": r, "dtype": dtype}) for n, r in row_counts())
         )
-    yield Case("model width", partial(make, rows=64, dtype=torch.bfloat16, h=5120), "real", rows_of)
+    yield Case("model width", bound(make, rows=64, dtype=torch.bfloat16, h=5120), "real", rows_of)
 
 
 def stream_mean_cases() -> Iterable[Case]:
@@ -171,21 +171,21 @@ def kv_compress_cases() -> Iterable[Case]:
         for residue in range(ratio):
             ends = (20 + residue, 9 + residue, 41 + residue)
             keywords = {"lengths": (7, 1, 12), "ends": ends, "ratio": ratio, "ring": 8}
-            yield Case(f"MN-4 residue {residue} of ratio {ratio}", partial(make, **keywords))
-    yield Case("MN-5 no rows", partial(make, lengths=(0, 0), ends=(5, 0), ratio=2, ring=8))
-    yield Case("MN-5 no sequences", partial(make, lengths=(), ends=(), ratio=2, ring=8))
-    yield Case("LD-3 lengths 12 and 11", partial(make, lengths=(12, 11), ends=(12, 11), ratio=2, ring=8))
-    yield Case("MN-1 forty tokens", partial(make, lengths=(40,), ends=(40,), ratio=2, ring=8, dtype=torch.bfloat16))
+            yield Case(f"MN-4 residue {residue} of ratio {ratio}", bound(make, **keywords))
+    yield Case("MN-5 no rows", bound(make, lengths=(0, 0), ends=(5, 0), ratio=2, ring=8))
+    yield Case("MN-5 no sequences", bound(make, lengths=(), ends=(), ratio=2, ring=8))
+    yield Case("LD-3 lengths 12 and 11", bound(make, lengths=(12, 11), ends=(12, 11), ratio=2, ring=8))
+    yield Case("MN-1 forty tokens", bound(make, lengths=(40,), ends=(40,), ratio=2, ring=8, dtype=torch.bfloat16))
     for ring in (4, 5, 16):
         keywords = {"lengths": (11, 3, 1), "ends": (30, 17, 2), "ratio": 2, "ring": ring}
-        yield Case(f"ring of {ring}", partial(make, **keywords))
-    yield Case("decode rows", partial(make, lengths=(1,) * 6, ends=(1, 2, 3, 8, 9, 100), ratio=2, ring=8))
-    yield Case("verify rows", partial(make, lengths=(6,) * 4, ends=(6, 13, 20, 99), ratio=2, ring=8))
-    yield Case("padding rows", partial(make, lengths=(4, 3), ends=(9, 3), ratio=2, ring=8, padding=3))
-    far = partial(make, lengths=(7, 2, 4), ends=(20, 9, 5), ratio=2, ring=8, far=True)
+        yield Case(f"ring of {ring}", bound(make, **keywords))
+    yield Case("decode rows", bound(make, lengths=(1,) * 6, ends=(1, 2, 3, 8, 9, 100), ratio=2, ring=8))
+    yield Case("verify rows", bound(make, lengths=(6,) * 4, ends=(6, 13, 20, 99), ratio=2, ring=8))
+    yield Case("padding rows", bound(make, lengths=(4, 3), ends=(9, 3), ratio=2, ring=8, padding=3))
+    far = bound(make, lengths=(7, 2, 4), ends=(20, 9, 5), ratio=2, ring=8, far=True)
     yield Case("MN-3 state offsets past 2^31", far)
-    keywords = {"ratio": 2, "ring": 8, "dtype": torch.bfloat16, "width": 512}
-    yield Case("model channels", partial(make, lengths=(301, 1, 6), ends=(301, 77, 900), **keywords), "real")
+    real = {"lengths": (301, 1, 6), "ends": (301, 77, 900), "dtype": torch.bfloat16}
+    yield Case("model channels", bound(make, ratio=2, ring=8, width=512, **real), "real")
 
 
 def engram_ngrams_cases() -> Iterable[Case]:
@@ -212,12 +212,12 @@ def engram_ngrams_cases() -> Iterable[Case]:
 
     for images in (False, True):
         tail = ", images" if images else ""
-        yield Case(f"MN-5 no rows{tail}", partial(make, lengths=(0,), ends=(0,), images=images))
-        yield Case(f"prompt{tail}", partial(make, lengths=(9, 1, 3), ends=(9, 1, 3), images=images))
-        yield Case(f"chunks{tail}", partial(make, lengths=(5, 2, 1), ends=(30, 3, 2), images=images))
-        yield Case(f"decode rows{tail}", partial(make, lengths=(1,) * 5, ends=(1, 2, 3, 4, 90), images=images))
-        yield Case(f"verify rows{tail}", partial(make, lengths=(6, 6, 6), ends=(6, 7, 50), images=images))
-    yield Case("no n-grams", partial(make, lengths=(4, 2), ends=(4, 9), depth=1))
+        yield Case(f"MN-5 no rows{tail}", bound(make, lengths=(0,), ends=(0,), images=images))
+        yield Case(f"prompt{tail}", bound(make, lengths=(9, 1, 3), ends=(9, 1, 3), images=images))
+        yield Case(f"chunks{tail}", bound(make, lengths=(5, 2, 1), ends=(30, 3, 2), images=images))
+        yield Case(f"decode rows{tail}", bound(make, lengths=(1,) * 5, ends=(1, 2, 3, 4, 90), images=images))
+        yield Case(f"verify rows{tail}", bound(make, lengths=(6, 6, 6), ends=(6, 7, 50), images=images))
+    yield Case("no n-grams", bound(make, lengths=(4, 2), ends=(4, 9), depth=1))
 
 
 def engram_hash_cases() -> Iterable[Case]:
@@ -233,8 +233,8 @@ def engram_hash_cases() -> Iterable[Case]:
         }
 
     for name, rows in row_counts():
-        yield Case(name, partial(make, rows=rows, high=2**45), "small", ("ngrams",))
-    yield Case("products wrap in 64 bits", partial(make, rows=40, high=2**61), "small", ("ngrams",))
+        yield Case(name, bound(make, rows=rows, high=2**45), "small", ("ngrams",))
+    yield Case("products wrap in 64 bits", bound(make, rows=40, high=2**61), "small", ("ngrams",))
 
 
 def engram_fetch_cases() -> Iterable[Case]:
@@ -289,9 +289,9 @@ def engram_gate_cases() -> Iterable[Case]:
         )
         for dress in ("blocked", "awkward"):
             yield Case(
-                f"{dress} rows, {short(dtype)}", partial(make, rows=18, dtype=dtype, dress=dress), "small", rows_of
+                f"{dress} rows, {short(dtype)}", bound(make, rows=18, dtype=dtype, dress=dress), "small", rows_of
             )
         yield Case(
-            f"zero rows of streams, {short(dtype)}", partial(make, rows=12, dtype=dtype, dress="zero"), "small", rows_of
+            f"zero rows of streams, {short(dtype)}", bound(make, rows=12, dtype=dtype, dress="zero"), "small", rows_of
         )
-    yield Case("model width", partial(make, rows=32, dtype=torch.bfloat16, h=5120), "real", rows_of)
+    yield Case("model width", bound(make, rows=32, dtype=torch.bfloat16, h=5120), "real", rows_of)

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+
 from deepinfer.backends.cpu import BACKEND
 from deepinfer.ops import quant
 from deepinfer.ops.formats import GROUP, QTensor

@@ -5,10 +5,11 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
+from torch import Tensor
+
 from deepinfer.backends.cpu import BACKEND
 from deepinfer.ops import attention, engram, heads, index, kv, linear, mhc, moe, norm, quant, rope
 from deepinfer.ops.formats import CacheFormat, PagedCache, QTensor
-from torch import Tensor
 
 BACKEND.load()
 IMPLEMENTATIONS = {i.op.name: i for i in BACKEND.implementations}
@@ -46,7 +47,7 @@ def leaves(x):
 def same_bits(got, want, what):
     for a, b in zip(leaves(got), leaves(want), strict=True):
         assert a.shape == b.shape and a.dtype == b.dtype, what
-        assert torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8)), what
+        assert torch.equal(*(t.reshape(-1).view(torch.uint8) for t in (a, b))), what
 
 
 @dataclass
@@ -120,7 +121,10 @@ def rowwise(dtype):
         "linear bf16": Rowwise(linear.linear_bf16, (x, weight.bfloat16(), F32, 0.5), (0,)),
         "linear mxfp8": Rowwise(linear.linear_mx, (x, quant.quantize(weight, "mxfp8"), dtype), (0,)),
         "linear mxfp4": Rowwise(
-            linear.linear_mx, (quant.quantize(x, "mxfp8"), quant.quantize(weight, "mxfp4"), F32, normal(N, 43)), (0, 3), (3,)
+            linear.linear_mx,
+            (quant.quantize(x, "mxfp8"), quant.quantize(weight, "mxfp4"), F32, normal(N, 43)),
+            (0, 3),
+            (3,),
         ),
         "grouped o": Rowwise(linear.linear_grouped_o, (q, normal(5, 11, 64)), (0,)),
         "attention": Rowwise(
@@ -151,7 +155,9 @@ def rowwise(dtype):
             (0, 1, 2, 3, 4),
         ),
         "stream_mean": Rowwise(heads.stream_mean, (h,), (0,)),
-        "engram": Rowwise(engram.engram_gate, (h, normal(N, 360, dtype=dtype), fn[:4, :72], fn[4:8, :72], 1e-6), (0, 1), (0, 1)),
+        "engram": Rowwise(
+            engram.engram_gate, (h, normal(N, 360, dtype=dtype), fn[:4, :72], fn[4:8, :72], 1e-6), (0, 1), (0, 1)
+        ),
         "gate": Rowwise(moe.moe_gate, (normal(N, 37), normal(37), None, None, 6, 1.5), (0,)),
         "swiglu": Rowwise(moe.swiglu_quant, (both[:, :72], both[:, 72:], 1.5, post[:, 0], "mxfp8"), (0, 1, 3), (0, 1)),
         "markov": Rowwise(heads.markov_logits, (normal(N, 50), positions, normal(64, 24), normal(50, 24)), (0, 1)),
@@ -165,12 +171,11 @@ def test_a_row_has_the_same_bits_in_every_batch(name, dtype) -> None:
     case = rowwise(dtype)[name]
     torch.set_num_threads(1)
     whole = case(torch.arange(N))
-    for count in (1, 2, 3, 4, 5, 7, 8, 9, 16, 17, 31, 33, 64):
-        for threads in (1, 2):
-            torch.set_num_threads(threads)
-            for first in {0, 1, (N - count) // 2, N - count}:
-                rows = torch.arange(first, min(first + count, N))
-                same_bits(case(rows), take(whole, rows), (count, threads, first))
+    for count in range(1, N + 1):
+        torch.set_num_threads(1 + count % 2)
+        for first in {0, (N - count) // 2, N - count}:
+            rows = torch.arange(first, first + count)
+            same_bits(case(rows), take(whole, rows), (count, first))
     torch.set_num_threads(2)
     order = torch.randperm(N, generator=g(3))
     same_bits(case(order), take(whole, order), "permuted")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -139,7 +140,7 @@ class RowBatch:
         count = self.count(args)
         starts = range(0, count, size)
         parts = tuple(
-            Part(lambda a=start: self.slice(args, a, min(a + size, count)), self.canonical) for start in starts
+            Part(partial(self.slice, args, start, min(start + size, count)), self.canonical) for start in starts
         )
         return Variant(f"chunks of {size}", parts, join_rows)
 

@@ -107,7 +107,8 @@ def _tensor(outcome: Comparison, path: str, got: Tensor, want: Tensor, tolerance
     if bool(beyond.any()):
         index = tuple(beyond.nonzero()[0].tolist())
         outcome.failures.append(
-            f"{path}: {int(beyond.sum())} of {want.numel()} elements beyond {tolerance.atol:g} + {tolerance.rtol:g} * |want|, "
+            f"{path}: {int(beyond.sum())} of {want.numel()} elements beyond "
+            f"{tolerance.atol:g} + {tolerance.rtol:g} * |want|, "
             f"first at {list(index)}: got {got[index].item():.9g}, want {want[index].item():.9g}"
         )
     if tolerance.sim is not None:
@@ -128,8 +129,15 @@ def _count(outcome: Comparison, share: Tensor) -> None:
 
 
 def _quantised(outcome: Comparison, path: str, got: QTensor, want: QTensor, tolerance: Tolerance) -> None:
-    if (got.fmt, got.layout, got.data.shape, got.scale.shape) != (want.fmt, want.layout, want.data.shape, want.scale.shape):
-        outcome.failures.append(f"{path}: got {got.fmt} {got.layout} {got.shape}, want {want.fmt} {want.layout} {want.shape}")
+    if (got.fmt, got.layout, got.data.shape, got.scale.shape) != (
+        want.fmt,
+        want.layout,
+        want.data.shape,
+        want.scale.shape,
+    ):
+        outcome.failures.append(
+            f"{path}: got {got.fmt} {got.layout} {got.shape}, want {want.fmt} {want.layout} {want.shape}"
+        )
         return
     got, want = settle_codes(got), settle_codes(want)
     same = torch.equal(got.data, want.data) and torch.equal(got.scale, want.scale)
@@ -171,11 +179,13 @@ def _off_by_one(outcome: Comparison, path: str, got: QTensor, want: QTensor, tol
     if bool((share > 1.0001).any()):
         index = tuple((share > 1.0001).nonzero()[0].tolist())
         outcome.failures.append(
-            f"{path}: value at {list(index)} is more than one code away: got {left[index].item():g}, want {right[index].item():g}"
+            f"{path}: value at {list(index)} is more than one code away: "
+            f"got {left[index].item():g}, want {right[index].item():g}"
         )
     elif differing > allowed or moved > groups_allowed:
         outcome.failures.append(
-            f"{path}: {differing} of {share.numel()} codes and {moved} scales differ, allowed {allowed} and {groups_allowed}"
+            f"{path}: {differing} of {share.numel()} codes and {moved} scales differ, "
+            f"allowed {allowed} and {groups_allowed}"
         )
 
 

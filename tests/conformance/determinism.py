@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -44,9 +45,13 @@ def check_batches(op: OpSpec[..., Any], case: Case, run: Run, fresh: Fresh, seed
         yield from _outcomes("D1", base, variants, run, fresh)
     for size in CHUNKS if op.determinism == "D2" else (2, 7):
         level = op.determinism
-        yield from _outcomes(level, base, lambda a, n=size: [batch.chunked(a, n)], run, fresh)
+        yield from _outcomes(level, base, partial(_chunked, batch, size), run, fresh)
         if size >= batch.count(args):
             break
+
+
+def _chunked(batch: RowBatch, size: int, args: Arguments) -> list[Variant]:
+    return [batch.chunked(args, size)]
 
 
 def _d1(batch: RowBatch, seed: int) -> Iterator[Callable[[Arguments], list[Variant]]]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
 from deepinfer.conformance.results import CaseResult
 from deepinfer.conformance.runner import Made, make_case
 from deepinfer.conformance.values import HUGE_BYTES, extent, transform, walk
@@ -20,7 +21,7 @@ from deepinfer.ops.formats import CacheFormat, PagedCache, QTensor
 from deepinfer.ops.moe import DispatchHandle
 from deepinfer.ops.spec import API_VERSION, Case, OpSpec
 
-_SAFE = [QTensor, PagedCache, CacheFormat, DispatchHandle]
+_SAFE: list[Any] = [QTensor, PagedCache, CacheFormat, DispatchHandle]
 
 
 def save_failure(folder: Path, made: Made, result: CaseResult) -> Path:

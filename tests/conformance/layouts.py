@@ -35,7 +35,9 @@ def expanded(op: OpSpec[..., Any], args: Mapping[str, Any], rows: tuple[str, ...
     def spread(tensor: Tensor) -> Tensor:
         return tensor[:1].expand(tensor.shape) if tensor.shape[0] else tensor
 
-    return {name: transform(value, spread) if name in rows and _movable(value) else value for name, value in args.items()}
+    return {
+        name: transform(value, spread) if name in rows and _movable(value) else value for name, value in args.items()
+    }
 
 
 def _movable(value: Any) -> bool:

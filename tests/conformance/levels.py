@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
+
 from deepinfer.conformance.results import CaseResult, Check
 from deepinfer.conformance.suite import Session
 from deepinfer.ops.catalog import defined_ops
@@ -95,6 +96,6 @@ def _device_checks(session: Session) -> list[Check]:
     checks.append(Check("copies", same, "a tensor did not survive the way to the device and back"))
     zeros = runtime.to_host(runtime.zeros((7, 3), torch.float32))
     checks.append(Check("zeros", bool((zeros == 0).all()), "zeros are not zero"))
-    kind = session.backend.device_type
+    kind = runtime.device.type
     checks.append(Check("device", there.device.type == kind, f"tensors are on {there.device.type}, not on {kind}"))
     return checks

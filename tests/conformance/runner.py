@@ -40,7 +40,9 @@ class Made:
 
     def fresh(self) -> Arguments:
         """Arguments with new copies of what the op mutates; the rest is shared."""
-        far = any(extent(t) * t.element_size() > HUGE_BYTES for name in self.op.mutates for _, t in walk(self.args[name]))
+        far = any(
+            extent(t) * t.element_size() > HUGE_BYTES for name in self.op.mutates for _, t in walk(self.args[name])
+        )
         if far:
             return make_case(self.op, self.case).args
         return {name: copied(value) if name in self.op.mutates else value for name, value in self.args.items()}
@@ -128,9 +130,7 @@ def _everything(op: OpSpec[..., Any], args: Arguments, result: Any) -> dict[str,
 
 def _aliasing(args: Arguments, result: Any) -> Check:
     """No result may share memory with an argument."""
-    held = {
-        tensor.untyped_storage().data_ptr(): path for path, tensor in walk(args) if tensor.numel()
-    }
+    held = {tensor.untyped_storage().data_ptr(): path for path, tensor in walk(args) if tensor.numel()}
     shared = [
         f"{path} is {held[tensor.untyped_storage().data_ptr()]}"
         for path, tensor in walk(result, "result")

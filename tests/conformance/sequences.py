@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -98,7 +99,7 @@ class SequenceBatch(RowBatch):
         def join(rows: list[Rows]) -> Rows:
             return select_rows(join_rows(rows), where.argsort())
 
-        parts = tuple(Part(lambda step=step: self.pick(args, step), self.canonical) for step in steps)
+        parts = tuple(Part(partial(self.pick, args, step), self.canonical) for step in steps)
         return Variant(f"chunks of {size}", parts, join)
 
 
@@ -144,7 +145,7 @@ class Images(SequenceBatch):
         """`size` images at a time."""
         spans = self.spans(args)
         groups = [spans[i : i + size] for i in range(0, len(spans), size)]
-        parts = tuple(Part(lambda group=group: self.pick(args, group), self.canonical) for group in groups)
+        parts = tuple(Part(partial(self.pick, args, group), self.canonical) for group in groups)
         return Variant(f"{size} images at a time", parts, join_rows)
 
 
@@ -169,7 +170,7 @@ class Requests(SequenceBatch):
         """Requests `size` at a time: a request is not cut, its rows are one decision."""
         spans = self.spans(args)
         groups = [spans[i : i + size] for i in range(0, len(spans), size)]
-        parts = tuple(Part(lambda group=group: self.pick(args, group), self.canonical) for group in groups)
+        parts = tuple(Part(partial(self.pick, args, group), self.canonical) for group in groups)
         return Variant(f"{size} requests at a time", parts, join_rows)
 
 
@@ -196,7 +197,7 @@ class Steps(SequenceBatch):
         """`size` sequences at a time; the rows of one sequence are one decision."""
         spans = self.spans(args)
         groups = [spans[i : i + size] for i in range(0, len(spans), size)]
-        parts = tuple(Part(lambda group=group: self.pick(args, group), self.canonical) for group in groups)
+        parts = tuple(Part(partial(self.pick, args, group), self.canonical) for group in groups)
         return Variant(f"{size} sequences at a time", parts, join_rows)
 
 
@@ -298,10 +299,8 @@ class GroupedRows(RowBatch):
         longest = max((len(group) for group in experts), default=0)
         steps = [[group[a : a + size] for group in experts] for a in range(0, longest, size)]
         where = torch.tensor([row for step in steps for group in step for row in group], dtype=torch.long)
-        parts = tuple(Part(lambda step=step: self._pick(args, step), self.canonical) for step in steps)
-        return Variant(
-            f"{size} rows per expert", parts, lambda rows: select_rows(join_rows(rows), where.argsort())
-        )
+        parts = tuple(Part(partial(self._pick, args, step), self.canonical) for step in steps)
+        return Variant(f"{size} rows per expert", parts, lambda rows: select_rows(join_rows(rows), where.argsort()))
 
 
 BATCHES: Mapping[str, Callable[[OpSpec[..., Any], Case], RowBatch]] = {

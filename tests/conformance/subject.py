@@ -103,7 +103,10 @@ class Subject:
         def there(tensor: Tensor) -> Tensor:
             if tensor.is_contiguous():
                 return self.runtime.to_device(tensor)
-            return place(self.runtime.to_device(tensor.contiguous()).as_strided(tensor.shape, _packed(tensor)), self._room(tensor))
+            return place(
+                self.runtime.to_device(tensor.contiguous()).as_strided(tensor.shape, _packed(tensor)),
+                self._room(tensor),
+            )
 
         return transform(value, there)
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+
 from deepinfer.conformance.claims import Waiver, apply_waivers, must_pass_gaps
 from deepinfer.conformance.failures import load_failure, save_failure
 from deepinfer.conformance.results import CaseResult, Report
@@ -65,7 +66,9 @@ class Session:
         """True when this case is chosen."""
         if not fnmatch.fnmatchcase(op, self.ops):
             return False
-        return not self.case or any(fnmatch.fnmatchcase(name, self.case) or name == self.case for name in (case, f"{op}/{case}"))
+        return not self.case or any(
+            fnmatch.fnmatchcase(name, self.case) or name == self.case for name in (case, f"{op}/{case}")
+        )
 
 
 def open_session(backend: Backend, **choices: object) -> Session:

@@ -139,7 +139,8 @@ def test_a_bitmask_is_applied_before_the_draw_also_to_what_inference_mode_made()
     with torch.inference_mode():
         logits = torch.zeros(1, 64)
     mask = torch.tensor([[0, 1 << 5]], dtype=torch.int32)
-    assert sampler.sample(logits, ints(1), ints(0), (mask, torch.tensor([0]).int())).tolist() == [37]
+    sampler.mask(logits, mask, torch.tensor([0]).int())
+    assert sampler.sample(logits, ints(1), ints(0)).tolist() == [37]
 
 
 def test_logprobs_are_those_of_the_raw_logits_and_clamped_to_the_vocabulary():  # SA-4, D-2

@@ -90,12 +90,12 @@ def observe(llm, ids):
     """Intermediates of one whole prefill, by name."""
     seen = {}
     executor = llm.engine.executor
-    run = executor.run
-    executor.run = lambda step, rows: run(step, rows, lambda name, value: seen.__setitem__(name, value.clone()))
+    forward = executor.forward
+    executor.forward = lambda batch, tap: forward(batch, lambda name, value: seen.__setitem__(name, value.clone()))
     try:
         llm.logits(ids)
     finally:
-        executor.run = run
+        executor.forward = forward
     return seen
 
 

@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from deepinfer.models.interface import Caches, CacheSpec, ModelInfo, RecordSpec, StateSpec, StepBatch, Tap
+from deepinfer.models.interface import Caches, CacheSpec, Draft, ModelInfo, RecordSpec, StateSpec, StepBatch, Tap
 from deepinfer.ops.formats import CacheFormat, PagedCache
 
 Int64Array = NDArray[np.int64]
@@ -66,6 +66,7 @@ class HashModel:
             window=window,
             ngram=ngram,
         )
+        self.draft: Draft | None = None
         self._nan_every = nan_every
         self._back = np.arange(window)
         self._pools: WeakKeyDictionary[Caches, dict[str, _Records]] = WeakKeyDictionary()

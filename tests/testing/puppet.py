@@ -1,6 +1,6 @@
 """Models without weights: logits come from a function of the token ids, or from nowhere.
 
-A puppet follows the model protocol with its own record of each sequence, so schedulers, samplers and output code run as
+A puppet follows the model protocol with token ids for records, so schedulers, samplers and output code run as
 they do with a real model, in microseconds. It computes on the host and suits any device whose runtime can take the
 result.
 """
@@ -11,12 +11,44 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from deepinfer.models.interface import Caches, CacheSpec, Draft, ModelInfo, StepBatch, Tap
+from deepinfer.models.interface import Caches, CacheSpec, Draft, ModelInfo, RecordSpec, StepBatch, Tap
+from deepinfer.ops.formats import CacheFormat, PagedCache
 
 LogitsFn = Callable[[Sequence[int]], ArrayLike]
+
+
+class TokenRecords:
+    """Token ids kept as records of a model, read back through block tables: the sequences as the engine sees them.
+
+    Shared prefixes, rollbacks and preemption change nothing for whoever reads here.
+
+    Args:
+        name: of the record, unique within the model.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.spec = RecordSpec(name, CacheFormat("f32", 1))  # the bits of an int32
+
+    def store(self, batch: StepBatch, caches: Caches) -> None:
+        """Store the ids of a step's rows."""
+        cache = caches.records(self.spec.name)
+        slots = batch.ratio_slots[1].numpy()
+        kept = slots >= 0
+        block, offset = np.divmod(slots[kept], cache.records)
+        self._words(cache)[block, offset] = batch.input_ids.numpy()[: len(slots)][kept]
+
+    def read(self, batch: StepBatch, caches: Caches, seq: int, length: int) -> list[int]:
+        """The first `length` token ids of sequence `seq` of a step."""
+        cache = caches.records(self.spec.name)
+        block = batch.block_tables[seq].numpy()[: -(-length // cache.records)]
+        ids: list[int] = self._words(cache)[block].reshape(-1)[:length].tolist()
+        return ids
+
+    def _words(self, cache: PagedCache) -> NDArray[np.int32]:
+        return cache.data.numpy().view(np.int32)
 
 
 class PuppetModel:
@@ -38,31 +70,20 @@ class PuppetModel:
         eos_token_ids: tuple[int, ...] = (),
         max_position: int = 1 << 20,
     ) -> None:
+        self._tokens = TokenRecords("puppet.token")
         self.info = ModelInfo("puppet", vocab_size, max_position, eos_token_ids)
-        self.cache_spec = CacheSpec()
+        self.cache_spec = CacheSpec(block_records=(self._tokens.spec,))
         self.draft: Draft | None = None
         self._logits_fn = logits_fn
-        self._tokens: dict[int, list[int]] = {}
 
     def forward(self, batch: StepBatch, caches: Caches, tap: Tap | None = None) -> Tensor:
         """Record the step's tokens and ask the function for the wanted rows."""
-        ids, positions = batch.input_ids.tolist(), batch.positions.tolist()
-        ends, slots = batch.cu_seqlens_q.tolist(), batch.state_slots.tolist()
-        prefix: dict[int, tuple[int, int]] = {}
-        for seq, slot in enumerate(slots):
-            start, end = ends[seq], ends[seq + 1]
-            if start == end:
-                continue
-            known = self._tokens.setdefault(slot, [])
-            if positions[start] > len(known):
-                raise AssertionError(f"slot {slot} continues at position {positions[start]}, {len(known)} tokens known")
-            del known[positions[start] :]
-            known.extend(ids[start:end])
-            prefix.update((row, (slot, positions[row] + 1)) for row in range(start, end))
-        out = np.empty((len(batch.logits_rows), self.info.vocab_size), dtype=np.float32)
-        for place, row in enumerate(batch.logits_rows.tolist()):
-            slot, length = prefix[row]
-            out[place] = np.asarray(self._logits_fn(self._tokens[slot][:length]), dtype=np.float32)
+        self._tokens.store(batch, caches)
+        rows = batch.logits_rows.tolist()
+        out = np.empty((len(rows), self.info.vocab_size), dtype=np.float32)
+        for place, row in enumerate(rows):
+            ids = self._tokens.read(batch, caches, int(batch.row_to_seq[row]), int(batch.positions[row]) + 1)
+            out[place] = np.asarray(self._logits_fn(ids), dtype=np.float32)
         return torch.from_numpy(out)
 
 

@@ -1,7 +1,7 @@
 // Sparse attention over the records that slots name, the merge of partial results, and attention inside one image.
 //
-// Holes are left out before anything is added, so a row's bits depend on its own slots alone, not on where holes stand or on
-// how wide the index is. Heads are independent: a single row is spread over threads by heads, many rows by rows.
+// Holes are left out before anything is added, so a row's bits depend on its own slots alone, not on where holes stand
+// or on how wide the index is. Heads are independent: a single row is spread over threads by heads, many rows by rows.
 #include <algorithm>
 #include <cmath>
 
@@ -97,7 +97,8 @@ struct Attention {
         if (n > 0) dot_rows(wide.get(), dim, count, values, stride(), n, dim, weights.get(), n);
         std::fill_n(sums.get(), count * dim, 0.0F);
         Small<SoftmaxSum, 128> softmax(count);
-        for (i64 h = 0; h < count; ++h) softmax.get()[h] = softmax_weights(weights.get() + h * n, n, scale, kind == kBF16);
+        for (i64 h = 0; h < count; ++h)
+            softmax.get()[h] = softmax_weights(weights.get() + h * n, n, scale, kind == kBF16);
         weighted_sum(weights.get(), n, count, values, stride(), n, dim, sums.get(), dim);
         for (i64 h = 0; h < count; ++h) {
             const auto [top, total] = softmax.get()[h];
@@ -132,57 +133,67 @@ struct Attention {
         for (i64 row = 0; row < rows; ++row) {
             const auto [n, of_window] = list(row, keys.get());
             const i64 of = of_window, count = n;  // a lambda cannot capture structured bindings portably
-            parallel_rows(n, 32, threads, [&](i64 begin, i64 end) { decode(keys.get(), of, begin, end, values.get()); });
+            parallel_rows(n, 32, threads,
+                          [&](i64 begin, i64 end) { decode(keys.get(), of, begin, end, values.get()); });
             parallel_rows(heads, 8, threads, [&](i64 begin, i64 end) { attend(row, begin, end, values.get(), count); });
         }
     }
 };
 
-void sparse_attn(
-    Address out, Address lse, Address q, int kind, i64 rows, i64 heads, i64 dim, const CacheArgs& window,
-    Address window_slots, i64 window_columns, const CacheArgs& compressed, Address slots, i64 columns, float scale,
-    Address sink, int num_threads
-) {
+void sparse_attn(Address out, Address lse, Address q, int kind, i64 rows, i64 heads, i64 dim, const CacheArgs& window,
+                 Address window_slots, i64 window_columns, const CacheArgs& compressed, Address slots, i64 columns,
+                 float scale, Address sink, int num_threads) {
     const py::gil_scoped_release unlocked;
-    const Attention attention{Cache(window), Cache(compressed), at<const u8>(q), kind, heads, dim,
-                              at<const i32>(window_slots), window_columns, at<const i32>(slots), columns, scale,
-                              at<const float>(sink), at<u8>(out), at<float>(lse)};
+    const Attention attention{Cache(window),
+                              Cache(compressed),
+                              at<const u8>(q),
+                              kind,
+                              heads,
+                              dim,
+                              at<const i32>(window_slots),
+                              window_columns,
+                              at<const i32>(slots),
+                              columns,
+                              scale,
+                              at<const float>(sink),
+                              at<u8>(out),
+                              at<float>(lse)};
     attention.run(rows, num_threads);
 }
 
 // o [S, R, D] and lse [S, R] to out [R, D] and lse [R]; splits in ascending order.
-void attn_merge(Address out, int kind, Address out_lse, Address o, Address lse, i64 splits, i64 rows, i64 dim, int num_threads) {
+void attn_merge(Address out, int kind, Address out_lse, Address o, Address lse, i64 splits, i64 rows, i64 dim,
+                int num_threads) {
     const py::gil_scoped_release unlocked;
     const float* parts = at<const float>(o);
     const float* sums = at<const float>(lse);
-    parallel_rows(rows, 16, threads_for(static_cast<double>(splits * rows * dim), num_threads), [&](i64 begin, i64 end) {
-        Buffer merged(dim);
-        for (i64 row = begin; row < end; ++row) {
-            float top = -kInf;
-            for (i64 s = 0; s < splits; ++s) {
-                const float v = sums[s * rows + row];
-                top = v > top || v != v ? v : top;
-            }
-            top = top == -kInf ? 0.0F : top;
-            std::fill_n(merged.get(), dim, 0.0F);
-            float total = 0.0F;
-            for (i64 s = 0; s < splits; ++s) {
-                const float weight = exp_f32(sums[s * rows + row] - top);
-                total += weight;
-                add_scaled(merged.get(), weight, parts + (s * rows + row) * dim, dim);
-            }
-            if (!(total <= 0.0F)) divide_row(merged.get(), total, dim);
-            narrow(merged.get(), dim, kind, at<u8>(out) + row * code_bytes(kind, dim));
-            at<float>(out_lse)[row] = log_f32(total) + top;
-        }
-    });
+    parallel_rows(rows, 16, threads_for(static_cast<double>(splits * rows * dim), num_threads),
+                  [&](i64 begin, i64 end) {
+                      Buffer merged(dim);
+                      for (i64 row = begin; row < end; ++row) {
+                          float top = -kInf;
+                          for (i64 s = 0; s < splits; ++s) {
+                              const float v = sums[s * rows + row];
+                              top = v > top || v != v ? v : top;
+                          }
+                          top = top == -kInf ? 0.0F : top;
+                          std::fill_n(merged.get(), dim, 0.0F);
+                          float total = 0.0F;
+                          for (i64 s = 0; s < splits; ++s) {
+                              const float weight = exp_f32(sums[s * rows + row] - top);
+                              total += weight;
+                              add_scaled(merged.get(), weight, parts + (s * rows + row) * dim, dim);
+                          }
+                          if (!(total <= 0.0F)) divide_row(merged.get(), total, dim);
+                          narrow(merged.get(), dim, kind, at<u8>(out) + row * code_bytes(kind, dim));
+                          at<float>(out_lse)[row] = log_f32(total) + top;
+                      }
+                  });
 }
 
 // Every patch over all patches of its image: q, k, v, out [T, heads, D].
-void vision_attn(
-    Address out, Address q, Address k, Address v, int kind, i64 rows, i64 heads, i64 dim, Address cu_seqlens, i64 images,
-    float scale, int num_threads
-) {
+void vision_attn(Address out, Address q, Address k, Address v, int kind, i64 rows, i64 heads, i64 dim,
+                 Address cu_seqlens, i64 images, float scale, int num_threads) {
     const py::gil_scoped_release unlocked;
     const i32* ends = at<const i32>(cu_seqlens);
     const i64 width = heads * dim, bytes = code_bytes(kind, width);

@@ -12,10 +12,9 @@ namespace {
 using i32 = std::int32_t;
 
 // Norm, rotation, quantisation and store of one vector per row; `normed` (may be absent) gets the rows before rotation.
-void store_rows(
-    Address normed, Address x, int kind, i64 rows, i64 dim, Address weight, int weight_kind, float eps, Address positions,
-    Address table, i64 table_rows, i64 table_width, const CacheArgs& cache_args, Address slots, i64 ratio, int num_threads
-) {
+void store_rows(Address normed, Address x, int kind, i64 rows, i64 dim, Address weight, int weight_kind, float eps,
+                Address positions, Address table, i64 table_rows, i64 table_width, const CacheArgs& cache_args,
+                Address slots, i64 ratio, int num_threads) {
     const py::gil_scoped_release unlocked;
     const Cache cache(cache_args);
     const RopeTable turn{at<const float>(table), table_rows, table_width};
@@ -61,14 +60,16 @@ void gather(Address out, int kind, const CacheArgs& cache_args, Address slots, i
 }
 
 // Copy rows of `row_bytes` inside a pool; no destination is a source.
-void copy_rows(Address pool, i64 num_rows, i64 stride_bytes, i64 row_bytes, Address sources, Address destinations, i64 count) {
+void copy_rows(Address pool, i64 num_rows, i64 stride_bytes, i64 row_bytes, Address sources, Address destinations,
+               i64 count) {
     const py::gil_scoped_release unlocked;
     for (i64 i = 0; i < count; ++i) {
         const i64 from = at<const i32>(sources)[i], to = at<const i32>(destinations)[i];
         check_index(from, num_rows, "source");
         check_index(to, num_rows, "destination");
         u8* base = at<u8>(pool);
-        if (from != to) std::memcpy(base + to * stride_bytes, base + from * stride_bytes, static_cast<std::size_t>(row_bytes));
+        if (from != to)
+            std::memcpy(base + to * stride_bytes, base + from * stride_bytes, static_cast<std::size_t>(row_bytes));
     }
 }
 

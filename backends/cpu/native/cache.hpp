@@ -7,7 +7,8 @@
 
 namespace deepinfer::cpu {
 
-// (address, bytes from page to page, pages, records per page, kind of the codes, head_dim, sectioned), as Python passes it.
+// (address, bytes from page to page, pages, records per page, kind of the codes, head_dim, sectioned), as Python passes
+// it.
 using CacheArgs = std::tuple<Address, i64, i64, i64, int, i64, bool>;
 
 struct Cache {
@@ -20,8 +21,13 @@ struct Cache {
     bool sectioned;
 
     explicit Cache(const CacheArgs& args)
-        : data(at<u8>(std::get<0>(args))), page_stride(std::get<1>(args)), pages(std::get<2>(args)),
-          records(std::get<3>(args)), kind(std::get<4>(args)), dim(std::get<5>(args)), sectioned(std::get<6>(args)) {}
+        : data(at<u8>(std::get<0>(args))),
+          page_stride(std::get<1>(args)),
+          pages(std::get<2>(args)),
+          records(std::get<3>(args)),
+          kind(std::get<4>(args)),
+          dim(std::get<5>(args)),
+          sectioned(std::get<6>(args)) {}
 
     // Codes and scales of a slot. 64-bit throughout: pages times bytes can pass 2^31.
     struct Record {

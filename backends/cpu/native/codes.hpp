@@ -1,7 +1,7 @@
 // The codes of the block formats, one value at a time and without branches, so that loops over them vectorise.
 //
-// Bit for bit the arithmetic of `ops/quant.py`. Values of quotients are compared and rounded as real numbers: scales of the
-// mx formats are powers of two, and midpoint * scale is exact.
+// Bit for bit the arithmetic of `ops/quant.py`. Values of quotients are compared and rounded as real numbers: scales of
+// the mx formats are powers of two, and midpoint * scale is exact.
 #pragma once
 
 #include "common.hpp"

@@ -1,7 +1,7 @@
 // What every kernel of the CPU backend shares: element kinds, addresses and scratch.
 //
-// Kernels take addresses, like those of any device: the Python side holds the tensors, checks their layout and keeps them
-// alive for the call. No PyTorch header is needed, so one build serves every torch.
+// Kernels take addresses, like those of any device: the Python side holds the tensors, checks their layout and keeps
+// them alive for the call. No PyTorch header is needed, so one build serves every torch.
 #pragma once
 
 #include <cstddef>
@@ -50,8 +50,8 @@ inline i64 scale_bytes(int kind, i64 n) { return kind < kMxfp8 ? 0 : (n + group_
 class Buffer {
 public:
     explicit Buffer(i64 count)
-        : data_(static_cast<float*>(::operator new(static_cast<std::size_t>(count > 0 ? count : 1) * sizeof(float),
-                                                   std::align_val_t{64}))) {}
+        : data_(static_cast<float*>(
+              ::operator new(static_cast<std::size_t>(count > 0 ? count : 1) * sizeof(float), std::align_val_t{64}))) {}
     float* get() { return data_.get(); }
     const float* get() const { return data_.get(); }
 

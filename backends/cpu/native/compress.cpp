@@ -43,11 +43,9 @@ DEEPINFER_CLONES void pool(const Member* members, i64 count, i64 n, float* weigh
 }
 
 // state [num_slots, ring, 2, n] with slots `slot_stride` floats apart.
-void kv_compress(
-    Address out, int kind, Address gate, Address value, i64 rows, i64 n, Address state, i64 num_slots, i64 slot_stride,
-    i64 ring, Address state_slots, Address positions, Address row_to_seq, Address cu_seqlens, i64 sequences, i64 ratio,
-    int num_threads
-) {
+void kv_compress(Address out, int kind, Address gate, Address value, i64 rows, i64 n, Address state, i64 num_slots,
+                 i64 slot_stride, i64 ring, Address state_slots, Address positions, Address row_to_seq,
+                 Address cu_seqlens, i64 sequences, i64 ratio, int num_threads) {
     const py::gil_scoped_release unlocked;
     const i32* bounds = at<const i32>(cu_seqlens);
     const float* gates = at<const float>(gate);

@@ -51,9 +51,8 @@ DEEPINFER_INLINE void dot_tile(const float* x, i64 ldx, const float* w, i64 ldw,
 }
 
 // Eight rows of w stay in the first cache level while all rows of x pass by.
-DEEPINFER_CLONES void dot_chunk(
-    const float* x, i64 ldx, i64 m, const float* w, i64 ldw, i64 n, i64 k, float* c, i64 ldc, bool add
-) {
+DEEPINFER_CLONES void dot_chunk(const float* x, i64 ldx, i64 m, const float* w, i64 ldw, i64 n, i64 k, float* c,
+                                i64 ldc, bool add) {
     i64 j = 0;
     for (; j + 8 <= n; j += 8) {
         const float* wj = w + j * ldw;
@@ -94,9 +93,8 @@ DEEPINFER_INLINE void sum_tile(const float* p, i64 ldp, const float* v, i64 ldv,
     }
 }
 
-DEEPINFER_CLONES void weighted_sum(
-    const float* p, i64 ldp, i64 m, const float* v, i64 ldv, i64 n, i64 d, float* o, i64 ldo
-) {
+DEEPINFER_CLONES void weighted_sum(const float* p, i64 ldp, i64 m, const float* v, i64 ldv, i64 n, i64 d, float* o,
+                                   i64 ldo) {
     constexpr i64 kBlock = 16;  // values of one block fit the first cache level
     for (i64 start = 0; start < n; start += kBlock) {
         const i64 count = n - start < kBlock ? n - start : kBlock;

@@ -1,7 +1,7 @@
 // Products of rows with rows: c[i][j] = x_i . w_j, both contiguous along the summed axis.
 //
-// The order of additions of one output: chunks of kChunk elements; in a chunk, eight running sums joined by `join`; chunk
-// sums added in order. How outputs are tiled for registers and caches is not part of it.
+// The order of additions of one output: chunks of kChunk elements; in a chunk, eight running sums joined by `join`;
+// chunk sums added in order. How outputs are tiled for registers and caches is not part of it.
 #pragma once
 
 #include "common.hpp"
@@ -14,9 +14,7 @@ constexpr i64 kChunk = 512;
 void dot_chunk(const float* x, i64 ldx, i64 m, const float* w, i64 ldw, i64 n, i64 k, float* c, i64 ldc, bool add);
 
 // All chunks.
-inline void dot_rows(
-    const float* x, i64 ldx, i64 m, const float* w, i64 ldw, i64 n, i64 k, float* c, i64 ldc
-) {
+inline void dot_rows(const float* x, i64 ldx, i64 m, const float* w, i64 ldw, i64 n, i64 k, float* c, i64 ldc) {
     i64 start = 0;
     do {
         const i64 width = k - start < kChunk ? k - start : kChunk;

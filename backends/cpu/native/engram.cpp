@@ -13,10 +13,9 @@ namespace {
 
 using i32 = std::int32_t;
 
-void engram_ngrams(
-    Address out, i64 rows, i64 depth, Address input_ids, Address row_to_seq, Address cu_seqlens, i64 sequences,
-    Address history, Address token_map, i64 vocabulary, i64 pad_token, Address blocked, Address history_blocked
-) {
+void engram_ngrams(Address out, i64 rows, i64 depth, Address input_ids, Address row_to_seq, Address cu_seqlens,
+                   i64 sequences, Address history, Address token_map, i64 vocabulary, i64 pad_token, Address blocked,
+                   Address history_blocked) {
     const py::gil_scoped_release unlocked;
     check_index(pad_token, vocabulary, "pad token");
     const i32 pad = at<const i32>(token_map)[pad_token];
@@ -43,37 +42,37 @@ void engram_ngrams(
     }
 }
 
-void engram_hash(
-    Address out, i64 layers, i64 rows, i64 depth, i64 heads, Address ngrams, Address multipliers, Address primes, Address offsets,
-    int num_threads
-) {
+void engram_hash(Address out, i64 layers, i64 rows, i64 depth, i64 heads, Address ngrams, Address multipliers,
+                 Address primes, Address offsets, int num_threads) {
     const py::gil_scoped_release unlocked;
     const i64 columns = (depth - 1) * heads;
-    parallel_rows(layers * rows, 64, threads_for(static_cast<double>(layers * rows * columns) * 16, num_threads), [&](i64 begin, i64 end) {
-        for (i64 item = begin; item < end; ++item) {
-            const i64 layer = item / rows;
-            const i32* ids = at<const i32>(ngrams) + item % rows * depth;
-            const std::int64_t* factors = at<const std::int64_t>(multipliers) + layer * depth;
-            // unsigned products wrap; the sum is read back as signed, as 64-bit tensors have it
-            std::uint64_t mixed = static_cast<std::uint64_t>(static_cast<i64>(ids[0])) * static_cast<std::uint64_t>(factors[0]);
-            for (i64 n = 1; n < depth; ++n) {
-                mixed ^= static_cast<std::uint64_t>(static_cast<i64>(ids[n])) * static_cast<std::uint64_t>(factors[n]);
-                for (i64 c = (n - 1) * heads; c < n * heads; ++c) {
-                    const i64 prime = at<const std::int64_t>(primes)[layer * columns + c];
-                    const i64 rest = static_cast<i64>(mixed) % prime;
-                    const i64 row = (rest < 0 ? rest + prime : rest) + at<const std::int64_t>(offsets)[layer * columns + c];
-                    at<i32>(out)[item * columns + c] = static_cast<i32>(row);
-                }
-            }
-        }
-    });
+    parallel_rows(layers * rows, 64, threads_for(static_cast<double>(layers * rows * columns) * 16, num_threads),
+                  [&](i64 begin, i64 end) {
+                      for (i64 item = begin; item < end; ++item) {
+                          const i64 layer = item / rows;
+                          const i32* ids = at<const i32>(ngrams) + item % rows * depth;
+                          const std::int64_t* factors = at<const std::int64_t>(multipliers) + layer * depth;
+                          // unsigned products wrap; the sum is read back as signed, as 64-bit tensors have it
+                          std::uint64_t mixed = static_cast<std::uint64_t>(static_cast<i64>(ids[0])) *
+                                                static_cast<std::uint64_t>(factors[0]);
+                          for (i64 n = 1; n < depth; ++n) {
+                              mixed ^= static_cast<std::uint64_t>(static_cast<i64>(ids[n])) *
+                                       static_cast<std::uint64_t>(factors[n]);
+                              for (i64 c = (n - 1) * heads; c < n * heads; ++c) {
+                                  const i64 prime = at<const std::int64_t>(primes)[layer * columns + c];
+                                  const i64 rest = static_cast<i64>(mixed) % prime;
+                                  const i64 row = (rest < 0 ? rest + prime : rest) +
+                                                  at<const std::int64_t>(offsets)[layer * columns + c];
+                                  at<i32>(out)[item * columns + c] = static_cast<i32>(row);
+                              }
+                          }
+                      }
+                  });
 }
 
 // Rows of a stored table in any kind, as float32 or bfloat16.
-void gather_table(
-    Address out, int out_kind, Address data, Address scales, int kind, i64 table_rows, i64 width, Address rows, i64 count,
-    int num_threads
-) {
+void gather_table(Address out, int out_kind, Address data, Address scales, int kind, i64 table_rows, i64 width,
+                  Address rows, i64 count, int num_threads) {
     const py::gil_scoped_release unlocked;
     const Operand table = Operand::dense(data, scales, kind, width);
     parallel_rows(count, 64, threads_for(static_cast<double>(count * width), num_threads), [&](i64 begin, i64 end) {
@@ -94,10 +93,9 @@ DEEPINFER_CLONES float dot_weighted(const float* a, const float* w, const float*
         [=](i64 i, i64 rest) { return load_tail(a + i, rest) * load_tail(w + i, rest) * load_tail(b + i, rest); });
 }
 
-void engram_gate(
-    Address out, Address h, int kind, i64 rows, i64 streams, i64 hidden, Address kv, int kv_kind, Address q_weight, int q_kind,
-    Address k_weight, int k_kind, float eps, Address blocked, int num_threads
-) {
+void engram_gate(Address out, Address h, int kind, i64 rows, i64 streams, i64 hidden, Address kv, int kv_kind,
+                 Address q_weight, int q_kind, Address k_weight, int k_kind, float eps, Address blocked,
+                 int num_threads) {
     const py::gil_scoped_release unlocked;
     const i64 width = streams * hidden;
     Buffer weight(width), k_wide(width);
@@ -111,7 +109,8 @@ void engram_gate(
         for (i64 row = begin; row < end; ++row) {
             float* x = stream_copy.get();
             widen(at<const u8>(h) + row * code_bytes(kind, width), kind, width, x);
-            const float* keys = as_f32(at<const u8>(kv) + row * code_bytes(kv_kind, width + hidden), kv_kind, width + hidden, kv_copy.get());
+            const float* keys = as_f32(at<const u8>(kv) + row * code_bytes(kv_kind, width + hidden), kv_kind,
+                                       width + hidden, kv_copy.get());
             for (i64 m = 0; m < streams; ++m) {
                 float* stream = x + m * hidden;
                 const float* key = keys + m * hidden;

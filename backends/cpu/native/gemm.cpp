@@ -101,13 +101,12 @@ void run_products(const std::vector<Product>& products, const ProductShape& shap
 namespace {
 
 // out [T, N] = x [T, K] weight [N, K]^T
-void linear(
-    Address out, int out_kind, i64 rows, i64 n, i64 k, Address x, Address x_scales, int x_kind, Address w,
-    Address w_scales, int w_kind, Address acc, int acc_kind, float scale, int num_threads
-) {
+void linear(Address out, int out_kind, i64 rows, i64 n, i64 k, Address x, Address x_scales, int x_kind, Address w,
+            Address w_scales, int w_kind, Address acc, int acc_kind, float scale, int num_threads) {
     const py::gil_scoped_release unlocked;
     const WideRows wide(Operand::dense(x, x_scales, x_kind, k), rows, k, num_threads);
-    Product job{wide.get(), wide.stride(), rows, Operand::dense(w, w_scales, w_kind, k), at<u8>(out), code_bytes(out_kind, n)};
+    Product job{wide.get(),  wide.stride(),          rows, Operand::dense(w, w_scales, w_kind, k),
+                at<u8>(out), code_bytes(out_kind, n)};
     if (acc) {
         job.acc = at<const u8>(acc);
         job.acc_row_bytes = code_bytes(acc_kind, n);
@@ -116,26 +115,22 @@ void linear(
 }
 
 // out [T, G, N], x [T, G, K], weight [G, N, K]
-void linear_groups(
-    Address out, int out_kind, i64 rows, i64 groups, i64 n, i64 k, Address x, int x_kind, Address w, Address w_scales,
-    int w_kind, int num_threads
-) {
+void linear_groups(Address out, int out_kind, i64 rows, i64 groups, i64 n, i64 k, Address x, int x_kind, Address w,
+                   Address w_scales, int w_kind, int num_threads) {
     const py::gil_scoped_release unlocked;
     const WideRows wide(Operand::dense(x, 0, x_kind, k), rows * groups, k, num_threads);
     const Operand weight = Operand::dense(w, w_scales, w_kind, k);
     std::vector<Product> jobs;
     for (i64 g = 0; g < groups; ++g) {
-        jobs.push_back({wide.get() + g * k, groups * k, rows, weight.from(g * n), at<u8>(out) + code_bytes(out_kind, g * n),
-                        code_bytes(out_kind, groups * n)});
+        jobs.push_back({wide.get() + g * k, groups * k, rows, weight.from(g * n),
+                        at<u8>(out) + code_bytes(out_kind, g * n), code_bytes(out_kind, groups * n)});
     }
     run_products(jobs, {n, k, out_kind}, num_threads);
 }
 
 // out [R, N]: rows [psum[e - 1], psum[e]) of x [R, K] by weight e of [E, N, K]; rows behind the last end become zero.
-void linear_experts(
-    Address out, int out_kind, i64 rows, i64 experts, i64 n, i64 k, Address x, Address x_scales, int x_kind, Address w,
-    Address w_scales, int w_kind, Address psum, int num_threads
-) {
+void linear_experts(Address out, int out_kind, i64 rows, i64 experts, i64 n, i64 k, Address x, Address x_scales,
+                    int x_kind, Address w, Address w_scales, int w_kind, Address psum, int num_threads) {
     const py::gil_scoped_release unlocked;
     const std::int32_t* ends = at<const std::int32_t>(psum);
     const i64 row_bytes = code_bytes(out_kind, n);
@@ -153,7 +148,8 @@ void linear_experts(
         start = end;
     }
     run_products(jobs, {n, k, out_kind}, num_threads);
-    if (rows > used) std::memset(at<u8>(out) + used * row_bytes, 0, static_cast<std::size_t>((rows - used) * row_bytes));
+    if (rows > used)
+        std::memset(at<u8>(out) + used * row_bytes, 0, static_cast<std::size_t>((rows - used) * row_bytes));
 }
 
 }  // namespace

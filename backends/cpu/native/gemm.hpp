@@ -25,7 +25,8 @@ struct Operand {
 
     // The same operand from another row on.
     Operand from(i64 row) const {
-        return {data + row * row_bytes, scales ? scales + row * scale_row_bytes : nullptr, kind, row_bytes, scale_row_bytes};
+        return {data + row * row_bytes, scales ? scales + row * scale_row_bytes : nullptr, kind, row_bytes,
+                scale_row_bytes};
     }
 };
 

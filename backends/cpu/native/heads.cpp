@@ -28,10 +28,8 @@ void stream_mean(Address out, Address h, int kind, i64 rows, i64 streams, i64 hi
 }
 
 // out [T, V] = base + embed[token] head^T
-void markov(
-    Address out, Address base, i64 rows, i64 vocabulary, Address tokens, Address embed, int embed_kind, i64 embed_rows,
-    Address head, int head_kind, i64 rank, int num_threads
-) {
+void markov(Address out, Address base, i64 rows, i64 vocabulary, Address tokens, Address embed, int embed_kind,
+            i64 embed_rows, Address head, int head_kind, i64 rank, int num_threads) {
     const py::gil_scoped_release unlocked;
     const Operand table = Operand::dense(embed, 0, embed_kind, rank);
     Buffer picked(rows * rank);
@@ -46,10 +44,8 @@ void markov(
 }
 
 // out [T] = sigmoid((hidden, embed[token]) . proj / temperature)
-void confidence(
-    Address out, Address hidden, int kind, i64 rows, i64 width, Address tokens, Address embed, int embed_kind, i64 embed_rows,
-    i64 rank, Address proj, int proj_kind, float temperature
-) {
+void confidence(Address out, Address hidden, int kind, i64 rows, i64 width, Address tokens, Address embed,
+                int embed_kind, i64 embed_rows, i64 rank, Address proj, int proj_kind, float temperature) {
     const py::gil_scoped_release unlocked;
     const Operand table = Operand::dense(embed, 0, embed_kind, rank);
     const i64 total = width + rank;

@@ -61,9 +61,8 @@ void normalise_rows(float* comb, i64 n, float eps) {
     }
 }
 
-void split_row(
-    const float* mix, const float* scale, const float* base, i64 n, i64 iters, float eps, float* pre, float* post, float* comb
-) {
+void split_row(const float* mix, const float* scale, const float* base, i64 n, i64 iters, float eps, float* pre,
+               float* post, float* comb) {
     for (i64 i = 0; i < n; ++i) {
         pre[i] = sigmoid_f32(mix[i] * scale[0] + base[i]) + eps;
         post[i] = 2.0F * sigmoid_f32(mix[n + i] * scale[1] + base[n + i]);
@@ -97,7 +96,8 @@ void for_blocks(i64 rows, i64 width, int num_threads, Fn&& fn) {
     });
 }
 
-void mhc_mix(Address mix, Address h, int kind, i64 rows, i64 count, i64 hidden, Address fn, float eps, int num_threads) {
+void mhc_mix(Address mix, Address h, int kind, i64 rows, i64 count, i64 hidden, Address fn, float eps,
+             int num_threads) {
     const Streams s{count, hidden};
     for_blocks(rows, s.width() * s.mixes() / 8, num_threads, [&](i64 row, i64 n) {
         Buffer wide(kind == kF32 ? 0 : n * s.width());
@@ -106,14 +106,12 @@ void mhc_mix(Address mix, Address h, int kind, i64 rows, i64 count, i64 hidden, 
     });
 }
 
-void mhc_split(
-    Address pre, Address post, Address comb, Address mix, i64 rows, i64 count, Address scale, Address base, i64 iters, float eps,
-    int num_threads
-) {
+void mhc_split(Address pre, Address post, Address comb, Address mix, i64 rows, i64 count, Address scale, Address base,
+               i64 iters, float eps, int num_threads) {
     for_blocks(rows, count * count * iters * 4, num_threads, [&](i64 begin, i64 n) {
         for (i64 row = begin; row < begin + n; ++row) {
-            split_row(at<const float>(mix) + row * count * (count + 2), at<const float>(scale), at<const float>(base), count,
-                      iters, eps, at<float>(pre) + row * count, at<float>(post) + row * count,
+            split_row(at<const float>(mix) + row * count * (count + 2), at<const float>(scale), at<const float>(base),
+                      count, iters, eps, at<float>(pre) + row * count, at<float>(post) + row * count,
                       at<float>(comb) + row * count * count);
         }
     });
@@ -132,11 +130,10 @@ void mhc_apply(Address out, Address h, int kind, i64 rows, i64 count, i64 hidden
 }
 
 // New streams from y; with `fn`, also the mix of the next sublayer and its normed input.
-void mhc_step(
-    Address out, Address y, int y_kind, Address h, int kind, i64 rows, i64 count, i64 hidden, Address post, Address comb,
-    Address read, Address fn, Address scale, Address base, i64 iters, float hc_eps, Address norm_weight, int norm_kind,
-    float norm_eps, Address normed, Address next_pre, Address next_post, Address next_comb, int num_threads
-) {
+void mhc_step(Address out, Address y, int y_kind, Address h, int kind, i64 rows, i64 count, i64 hidden, Address post,
+              Address comb, Address read, Address fn, Address scale, Address base, i64 iters, float hc_eps,
+              Address norm_weight, int norm_kind, float norm_eps, Address normed, Address next_pre, Address next_post,
+              Address next_comb, int num_threads) {
     const Streams s{count, hidden};
     Buffer copied(norm_weight ? hidden : 0);
     const float* norm = norm_weight ? as_f32(at<const void>(norm_weight), norm_kind, hidden, copied.get()) : nullptr;
@@ -148,7 +145,8 @@ void mhc_step(
             const float* x = as_f32(at<const u8>(h) + row * stream_bytes, kind, s.width(), old.get());
             const float* add = as_f32(at<const u8>(y) + row * code_bytes(y_kind, hidden), y_kind, hidden, added.get());
             float* target = streams.get() + r * s.width();
-            post_row(s, add, x, at<const float>(post) + row * count, at<const float>(comb) + row * count * count, target);
+            post_row(s, add, x, at<const float>(post) + row * count, at<const float>(comb) + row * count * count,
+                     target);
             if (kind == kBF16) round_row(target, s.width());
             narrow(target, s.width(), kind, at<u8>(out) + row * stream_bytes);
         }

@@ -25,10 +25,8 @@ DEEPINFER_CLONES void affinities(const float* logits, const float* bias, i64 n, 
     }
 }
 
-void moe_gate(
-    Address expert_ids, Address weights, Address logits, i64 rows, i64 experts, Address bias, Address image_bias,
-    Address image_mask, i64 k, float scale, int num_threads
-) {
+void moe_gate(Address expert_ids, Address weights, Address logits, i64 rows, i64 experts, Address bias,
+              Address image_bias, Address image_mask, i64 k, float scale, int num_threads) {
     const py::gil_scoped_release unlocked;
     parallel_rows(rows, 8, threads_for(static_cast<double>(rows * experts) * 8, num_threads), [&](i64 begin, i64 end) {
         Buffer affinity(experts);
@@ -54,10 +52,9 @@ void moe_gate(
 }
 
 // A counting sort by expert; rows that go nowhere stand last. Copies codes and scales of the rows with them.
-void dispatch(
-    Address expert_ids, Address weights, i64 tokens, i64 k, i64 experts, Address row_weights, Address psum,
-    Address slot_to_row, Address x, i64 row_bytes, Address rows, Address scales, i64 scale_row_bytes, Address row_scales
-) {
+void dispatch(Address expert_ids, Address weights, i64 tokens, i64 k, i64 experts, Address row_weights, Address psum,
+              Address slot_to_row, Address x, i64 row_bytes, Address rows, Address scales, i64 scale_row_bytes,
+              Address row_scales) {
     const py::gil_scoped_release unlocked;
     const std::int64_t* ids = at<const std::int64_t>(expert_ids);
     std::vector<i64> next(static_cast<std::size_t>(experts) + 1, 0);
@@ -76,7 +73,8 @@ void dispatch(
         const i64 row = next[static_cast<std::size_t>(ids[i] < 0 ? experts : ids[i])]++;
         at<i32>(slot_to_row)[i] = ids[i] < 0 ? -1 : static_cast<i32>(row);
         at<float>(row_weights)[row] = at<const float>(weights)[i];
-        std::memcpy(at<u8>(rows) + row * row_bytes, at<const u8>(x) + i / k * row_bytes, static_cast<std::size_t>(row_bytes));
+        std::memcpy(at<u8>(rows) + row * row_bytes, at<const u8>(x) + i / k * row_bytes,
+                    static_cast<std::size_t>(row_bytes));
         if (scales) {
             std::memcpy(at<u8>(row_scales) + row * scale_row_bytes, at<const u8>(scales) + i / k * scale_row_bytes,
                         static_cast<std::size_t>(scale_row_bytes));
@@ -84,7 +82,8 @@ void dispatch(
     }
 }
 
-DEEPINFER_CLONES void swiglu_row(const float* gate, const float* up, float limit, float weight, i64 n, float* __restrict y) {
+DEEPINFER_CLONES void swiglu_row(const float* gate, const float* up, float limit, float weight, i64 n,
+                                 float* __restrict y) {
     for (i64 i = 0; i < n; ++i) {
         const float g = gate[i] > limit ? limit : gate[i];
         float u = up[i] > limit ? limit : up[i];
@@ -93,10 +92,8 @@ DEEPINFER_CLONES void swiglu_row(const float* gate, const float* up, float limit
     }
 }
 
-void swiglu(
-    Address out, Address codes, Address scales, int fmt, Address gate, i64 gate_stride, Address up, i64 up_stride, int kind, i64 rows,
-    i64 n, float limit, Address row_weight, int num_threads
-) {
+void swiglu(Address out, Address codes, Address scales, int fmt, Address gate, i64 gate_stride, Address up,
+            i64 up_stride, int kind, i64 rows, i64 n, float limit, Address row_weight, int num_threads) {
     const py::gil_scoped_release unlocked;
     parallel_rows(rows, 8, threads_for(static_cast<double>(rows * n) * 4, num_threads), [&](i64 begin, i64 end) {
         Buffer g_copy(n), u_copy(n), y(n);
@@ -105,7 +102,8 @@ void swiglu(
             const float* u = as_f32(at<const u8>(up) + row * up_stride, kind, n, u_copy.get());
             swiglu_row(g, u, limit, row_weight ? at<const float>(row_weight)[row] : 1.0F, n, y.get());
             if (codes) {
-                encode_row(y.get(), n, fmt, at<u8>(codes) + row * code_bytes(fmt, n), at<u8>(scales) + row * scale_bytes(fmt, n));
+                encode_row(y.get(), n, fmt, at<u8>(codes) + row * code_bytes(fmt, n),
+                           at<u8>(scales) + row * scale_bytes(fmt, n));
             } else {
                 narrow(y.get(), n, kind, at<u8>(out) + row * code_bytes(kind, n));
             }
@@ -113,10 +111,8 @@ void swiglu(
     });
 }
 
-void combine(
-    Address out, int out_kind, Address y, int kind, i64 num_rows, Address slot_to_row, i64 tokens, i64 k, i64 n, Address bias,
-    int bias_kind, int num_threads
-) {
+void combine(Address out, int out_kind, Address y, int kind, i64 num_rows, Address slot_to_row, i64 tokens, i64 k,
+             i64 n, Address bias, int bias_kind, int num_threads) {
     const py::gil_scoped_release unlocked;
     parallel_rows(tokens, 4, threads_for(static_cast<double>(tokens * k * n), num_threads), [&](i64 begin, i64 end) {
         Buffer sum(n), copied(n);
@@ -129,7 +125,8 @@ void combine(
                 add_row(sum.get(), as_f32(at<const u8>(y) + row * code_bytes(kind, n), kind, n, copied.get()), n);
             }
             if (bias) {
-                add_row(sum.get(), as_f32(at<const u8>(bias) + token * code_bytes(bias_kind, n), bias_kind, n, copied.get()), n);
+                add_row(sum.get(),
+                        as_f32(at<const u8>(bias) + token * code_bytes(bias_kind, n), bias_kind, n, copied.get()), n);
             }
             narrow(sum.get(), n, out_kind, at<u8>(out) + token * code_bytes(out_kind, n));
         }

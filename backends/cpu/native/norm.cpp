@@ -18,10 +18,8 @@ void for_rows(i64 rows, i64 width, int num_threads, Fn&& fn) {
 }
 
 // Norm of every row; with codes, also quantised. A row is rounded to its own kind before it is quantised.
-void rms_norm(
-    Address out, Address x, int kind, i64 rows, i64 n, Address weight, int weight_kind, float eps, Address codes,
-    Address scales, int fmt, int num_threads
-) {
+void rms_norm(Address out, Address x, int kind, i64 rows, i64 n, Address weight, int weight_kind, float eps,
+              Address codes, Address scales, int fmt, int num_threads) {
     Buffer copied(weight ? n : 0);
     const float* w = weight ? as_f32(at<const void>(weight), weight_kind, n, copied.get()) : nullptr;
     const i64 row_bytes = code_bytes(kind, n);
@@ -33,17 +31,17 @@ void rms_norm(
             if (kind == kBF16) round_row(y.get(), n);
             narrow(y.get(), n, kind, at<u8>(out) + row * row_bytes);
             if (codes) {
-                encode_row(y.get(), n, fmt, at<u8>(codes) + row * code_bytes(fmt, n), at<u8>(scales) + row * scale_bytes(fmt, n));
+                encode_row(y.get(), n, fmt, at<u8>(codes) + row * code_bytes(fmt, n),
+                           at<u8>(scales) + row * scale_bytes(fmt, n));
             }
         }
     });
 }
 
 // Rotate the end of every head, after an optional norm of the head; quantise when codes are asked for.
-void rope(
-    Address out, Address x, int kind, i64 rows, i64 heads, i64 dim, Address positions, Address table, i64 table_rows,
-    i64 table_width, bool conjugate, bool normalise, float eps, Address codes, Address scales, int fmt, int num_threads
-) {
+void rope(Address out, Address x, int kind, i64 rows, i64 heads, i64 dim, Address positions, Address table,
+          i64 table_rows, i64 table_width, bool conjugate, bool normalise, float eps, Address codes, Address scales,
+          int fmt, int num_threads) {
     const RopeTable turn{at<const float>(table), table_rows, table_width};
     const i64 head_bytes = code_bytes(kind, dim);
     for_rows(rows, heads * dim, num_threads, [&](i64 begin, i64 end) {
@@ -60,7 +58,8 @@ void rope(
                 turn.rotate(y, dim, position, conjugate);
                 if (codes) {
                     if (kind == kBF16) round_row(y, dim);
-                    encode_row(y, dim, fmt, at<u8>(codes) + h * code_bytes(fmt, dim), at<u8>(scales) + h * scale_bytes(fmt, dim));
+                    encode_row(y, dim, fmt, at<u8>(codes) + h * code_bytes(fmt, dim),
+                               at<u8>(scales) + h * scale_bytes(fmt, dim));
                 } else {
                     narrow(y, dim, kind, at<u8>(out) + h * head_bytes);
                 }
@@ -74,7 +73,8 @@ void quantize(Address codes, Address scales, int fmt, Address x, int kind, i64 r
         Buffer copied(kind == kF32 ? 0 : n);
         for (i64 row = begin; row < end; ++row) {
             const float* wide = as_f32(at<const u8>(x) + row * code_bytes(kind, n), kind, n, copied.get());
-            encode_row(wide, n, fmt, at<u8>(codes) + row * code_bytes(fmt, n), at<u8>(scales) + row * scale_bytes(fmt, n));
+            encode_row(wide, n, fmt, at<u8>(codes) + row * code_bytes(fmt, n),
+                       at<u8>(scales) + row * scale_bytes(fmt, n));
         }
     });
 }

@@ -36,8 +36,9 @@ DEEPINFER_CLONES void round_row(float* x, i64 n) {
     for (i64 i = 0; i < n; ++i) x[i] = round_bf16(x[i]);
 }
 
-// Eight codes at a time (bits above a code are ignored), as `e4m3_value` and `e2m1_value` have them; written with vectors because the loops over the
-// scalar forms do not vectorise well, and decoding weights is what a product with few rows spends its time on.
+// Eight codes at a time (bits above a code are ignored), as `e4m3_value` and `e2m1_value` have them; written with
+// vectors because the loops over the scalar forms do not vectorise well, and decoding weights is what a product with
+// few rows spends its time on.
 typedef std::int32_t I8 __attribute__((vector_size(32)));
 
 // Eight bytes, one per lane: every lane gets its word and shifts its own byte down.
@@ -129,7 +130,8 @@ DEEPINFER_CLONES void encode_row(const float* x, i64 n, int kind, u8* codes, u8*
     const i64 group = kind == kNvfp4 ? 16 : 32;
     for (i64 start = 0; start < n; start += group) {
         const bool full = start + group <= n;
-        const float amax = full && group == 32 ? group_amax(x + start, 32) : group_amax(x + start, full ? 16 : n - start);
+        const float amax =
+            full && group == 32 ? group_amax(x + start, 32) : group_amax(x + start, full ? 16 : n - start);
         const u8 code = group_scale(kind, amax);
         const float scale = scale_value(kind, code);
         scales[start / group] = code;

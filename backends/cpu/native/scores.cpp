@@ -1,7 +1,7 @@
 // Index scores: sum over heads of weight * relu(q . k), against stored or dense keys.
 //
-// Rows of one sequence that stand side by side share the decoding of a block of keys; scores are per (row, key), so that
-// grouping, the block size and the split into tasks leave no trace in their bits.
+// Rows of one sequence that stand side by side share the decoding of a block of keys; scores are per (row, key), so
+// that grouping, the block size and the split into tasks leave no trace in their bits.
 #include <algorithm>
 
 #include "bind.hpp"
@@ -16,12 +16,13 @@ namespace {
 
 using i32 = std::int32_t;
 
-constexpr i64 kBlock = 64;     // keys decoded at a time
-constexpr i64 kSpan = 1024;    // columns of one task
-constexpr i64 kGroup = 16;     // rows that share decoded keys
+constexpr i64 kBlock = 64;   // keys decoded at a time
+constexpr i64 kSpan = 1024;  // columns of one task
+constexpr i64 kGroup = 16;   // rows that share decoded keys
 
 // dots [heads, >= n] to out [n], heads added in order; with the model's rounding points when asked.
-DEEPINFER_CLONES void gate_heads(const float* dots, i64 ld, i64 heads, const float* weights, i64 n, bool round, float* out) {
+DEEPINFER_CLONES void gate_heads(const float* dots, i64 ld, i64 heads, const float* weights, i64 n, bool round,
+                                 float* out) {
     for (i64 j = 0; j < n; ++j) out[j] = 0.0F;
     for (i64 h = 0; h < heads; ++h) {
         const float weight = weights[h];
@@ -46,10 +47,13 @@ struct Queries {
     i64 heads, dim;
     bool round;
 
-    Queries(Address q_, Address scales, int kind, Address weights_, int weights_kind, i64 rows, i64 heads_, i64 dim_, int threads)
+    Queries(Address q_, Address scales, int kind, Address weights_, int weights_kind, i64 rows, i64 heads_, i64 dim_,
+            int threads)
         : q(Operand::dense(q_, scales, kind, dim_), rows * heads_, dim_, threads),
           weights(Operand::dense(weights_, 0, weights_kind, heads_), rows, heads_, threads),
-          heads(heads_), dim(dim_), round(weights_kind == kBF16) {}
+          heads(heads_),
+          dim(dim_),
+          round(weights_kind == kBF16) {}
 
     // Scores of one row against n keys; `dots` has room for heads * kBlock floats.
     void score(i64 row, const float* keys, i64 stride, i64 n, float* dots, float* out) const {
@@ -77,11 +81,9 @@ struct Task {
     i64 row, rows, column;
 };
 
-void scores_paged(
-    Address out, i64 rows, i64 columns, Address q, Address q_scales, int q_kind, i64 heads, i64 dim, const CacheArgs& cache_args,
-    Address weights, int weights_kind, Address visible, Address table, i64 sequences, i64 table_columns, Address row_to_seq,
-    int num_threads
-) {
+void scores_paged(Address out, i64 rows, i64 columns, Address q, Address q_scales, int q_kind, i64 heads, i64 dim,
+                  const CacheArgs& cache_args, Address weights, int weights_kind, Address visible, Address table,
+                  i64 sequences, i64 table_columns, Address row_to_seq, int num_threads) {
     const py::gil_scoped_release unlocked;
     const Cache cache(cache_args);
     const Queries queries(q, q_scales, q_kind, weights, weights_kind, rows, heads, dim, num_threads);
@@ -119,11 +121,10 @@ void scores_paged(
     });
 }
 
-void scores_blocks(
-    Address out, i64 rows, i64 num_blocks, i64 candidate_block, Address q, Address q_scales, int q_kind, i64 heads, i64 dim,
-    const CacheArgs& cache_args, Address weights, int weights_kind, Address visible, Address block_ids, Address table,
-    i64 sequences, i64 table_columns, Address row_to_seq, int num_threads
-) {
+void scores_blocks(Address out, i64 rows, i64 num_blocks, i64 candidate_block, Address q, Address q_scales, int q_kind,
+                   i64 heads, i64 dim, const CacheArgs& cache_args, Address weights, int weights_kind, Address visible,
+                   Address block_ids, Address table, i64 sequences, i64 table_columns, Address row_to_seq,
+                   int num_threads) {
     const py::gil_scoped_release unlocked;
     const Cache cache(cache_args);
     const Queries queries(q, q_scales, q_kind, weights, weights_kind, rows, heads, dim, num_threads);
@@ -151,10 +152,9 @@ void scores_blocks(
     });
 }
 
-void scores_ragged(
-    Address out, i64 rows, i64 columns, Address q, Address q_scales, int q_kind, i64 heads, i64 dim, Address k,
-    Address k_scales, int k_kind, i64 num_keys, Address weights, int weights_kind, Address starts, Address ends, int num_threads
-) {
+void scores_ragged(Address out, i64 rows, i64 columns, Address q, Address q_scales, int q_kind, i64 heads, i64 dim,
+                   Address k, Address k_scales, int k_kind, i64 num_keys, Address weights, int weights_kind,
+                   Address starts, Address ends, int num_threads) {
     const py::gil_scoped_release unlocked;
     const Queries queries(q, q_scales, q_kind, weights, weights_kind, rows, heads, dim, num_threads);
     const WideRows keys(Operand::dense(k, k_scales, k_kind, dim), num_keys, dim, num_threads);
@@ -176,7 +176,8 @@ void scores_ragged(
             i64 column = from;
             for (; column < std::min(to, count); column += kBlock) {
                 const i64 n = std::min({kBlock, to - column, count - column});
-                queries.score(row, keys.get() + (first + column) * keys.stride(), keys.stride(), n, dots.get(), target + column);
+                queries.score(row, keys.get() + (first + column) * keys.stride(), keys.stride(), n, dots.get(),
+                              target + column);
             }
             for (column = std::max(from, std::min(to, count)); column < to; ++column) target[column] = -kInf;
         }

@@ -42,7 +42,8 @@ void topk(Address out, i64 k, Address x, int kind, i64 rows, i64 columns, Addres
                 std::nth_element(order.begin(), order.begin() + (k - 1), order.end(), std::greater<>());
                 if (order[static_cast<std::size_t>(k - 1)] > 0) {
                     threshold = order[static_cast<std::size_t>(k - 1)];
-                    ties = k - std::count_if(order.begin(), order.begin() + (k - 1), [=](u32 v) { return v > threshold; });
+                    ties =
+                        k - std::count_if(order.begin(), order.begin() + (k - 1), [=](u32 v) { return v > threshold; });
                 }
             }
             i32* target = at<i32>(out) + row * k;
@@ -56,7 +57,8 @@ void topk(Address out, i64 k, Address x, int kind, i64 rows, i64 columns, Addres
     });
 }
 
-void block_max(Address scores, Address counts, Address logits, i64 rows, i64 columns, Address lens, i64 block, int num_threads) {
+void block_max(Address scores, Address counts, Address logits, i64 rows, i64 columns, Address lens, i64 block,
+               int num_threads) {
     const py::gil_scoped_release unlocked;
     constexpr float kLowest = std::numeric_limits<float>::lowest();
     const i64 num_blocks = (columns + block - 1) / block;
@@ -78,10 +80,8 @@ void block_max(Address scores, Address counts, Address logits, i64 rows, i64 col
     });
 }
 
-void window_slots(
-    Address out, Address positions, Address row_to_seq, i64 rows, Address tables, i64 sequences, i64 pages,
-    Address first_page, i64 window_page, i64 window
-) {
+void window_slots(Address out, Address positions, Address row_to_seq, i64 rows, Address tables, i64 sequences,
+                  i64 pages, Address first_page, i64 window_page, i64 window) {
     const py::gil_scoped_release unlocked;
     for (i64 row = 0; row < rows; ++row) {
         const i64 seq = at<const i32>(row_to_seq)[row];
@@ -92,14 +92,14 @@ void window_slots(
             const i64 column = position < 0 ? -1 : position / window_page - first;
             const bool held = position >= 0 && column >= 0 && column < pages;
             const i64 page = held ? at<const i32>(tables)[seq * pages + column] : 0;
-            at<i32>(out)[row * window + c] = page > 0 ? static_cast<i32>(page * window_page + position % window_page) : -1;
+            at<i32>(out)[row * window + c] =
+                page > 0 ? static_cast<i32>(page * window_page + position % window_page) : -1;
         }
     }
 }
 
-void positions_to_slots(
-    Address indices, i64 rows, i64 width, i64 block_size, Address table, i64 sequences, i64 columns, Address row_to_seq
-) {
+void positions_to_slots(Address indices, i64 rows, i64 width, i64 block_size, Address table, i64 sequences, i64 columns,
+                        Address row_to_seq) {
     const py::gil_scoped_release unlocked;
     for (i64 row = 0; row < rows; ++row) {
         const i64 seq = at<const i32>(row_to_seq)[row];
@@ -141,15 +141,6 @@ void dense_index(Address out, Address visible, i64 rows, i64 columns) {
     }
 }
 
-void concat_index(Address out, i64 rows, Address first, i64 first_width, Address second, i64 second_width) {
-    const py::gil_scoped_release unlocked;
-    i32* target = at<i32>(out);
-    for (i64 row = 0; row < rows; ++row) {
-        target = std::copy_n(at<const i32>(first) + row * first_width, first_width, target);
-        target = std::copy_n(at<const i32>(second) + row * second_width, second_width, target);
-    }
-}
-
 void visible_lens(Address out, Address positions, i64 rows, i64 ratio) {
     for (i64 row = 0; row < rows; ++row) {
         at<i32>(out)[row] = static_cast<i32>(floor_div(static_cast<i64>(at<const i32>(positions)[row]) + 1, ratio));
@@ -165,7 +156,6 @@ void bind_select(py::module_& m) {
     m.def("positions_to_slots", &positions_to_slots);
     m.def("blocks_to_positions", &blocks_to_positions);
     m.def("dense_index", &dense_index);
-    m.def("concat_index", &concat_index);
     m.def("visible_lens", &visible_lens);
 }
 

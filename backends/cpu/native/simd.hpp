@@ -1,8 +1,8 @@
 // Eight lanes of float with a fixed order of additions.
 //
-// GCC's vector type rather than intrinsics: one source, lowered to whatever registers a clone has. A sum over an axis keeps
-// eight running sums (lane l adds the elements l, l + 8, ...), and the lanes are joined by one tree. That order is part of
-// the kernels' contract, so it is written once, here.
+// GCC's vector type rather than intrinsics: one source, lowered to whatever registers a clone has. A sum over an axis
+// keeps eight running sums (lane l adds the elements l, l + 8, ...), and the lanes are joined by one tree. That order
+// is part of the kernels' contract, so it is written once, here.
 #pragma once
 
 #include <cstring>

@@ -58,7 +58,8 @@ void advance(const Step& s, const std::vector<i64>& ratios) {
             i64 slot = -1;
             if ((position + 1) % ratio == 0) {
                 const i64 block = std::min(entry / per_block, s.max_blocks - 1);
-                slot = static_cast<i64>(cell(s.block_tables, seq * s.max_blocks + block)) * per_block + entry % per_block;
+                slot =
+                    static_cast<i64>(cell(s.block_tables, seq * s.max_blocks + block)) * per_block + entry % per_block;
             }
             cell(s.ratio_slots, static_cast<i64>(which) * s.ratio_slots_width + row) = static_cast<i32>(slot);
         }
@@ -72,8 +73,9 @@ void advance_step(const py::tuple& numbers, const py::tuple& ratios) {
     for (const py::handle& item : ratios) r.push_back(item.cast<i64>());
     if (f.size() != 24) throw std::invalid_argument("advance_step takes 24 numbers");
     const auto a = [&](std::size_t i) { return static_cast<Address>(f[i]); };
-    advance({f[0], f[1], a(2), a(3), a(4), a(5), a(6), f[7], a(8), a(9), a(10), f[11], a(12), a(13), a(14), a(15), f[16],
-             a(17), f[18], f[19], a(20), f[21], a(22), f[23]}, r);
+    advance({f[0],  f[1],  a(2),  a(3),  a(4),  a(5),  a(6),  f[7],  a(8),  a(9),  a(10), f[11],
+             a(12), a(13), a(14), a(15), f[16], a(17), f[18], f[19], a(20), f[21], a(22), f[23]},
+            r);
 }
 
 }  // namespace

@@ -1,0 +1,208 @@
+"""Every op of the contract on the fake device: the CPU backend's implementation, run late on hidden memory.
+
+A backend imports no other backend, so the host's implementations are found as a user would find them: by entry point.
+Where the CPU has none, or is not installed, the reference runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from types import SimpleNamespace
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from deepinfer.backends.fake import BACKEND
+from deepinfer.backends.fake.errors import HostAccessError
+from deepinfer.backends.fake.memory import Ref
+from deepinfer.backends.fake.runtime import FakeRuntime
+from deepinfer.backends.fake.shapes import RESULTS
+from deepinfer.backends.fake.streams import Work
+from deepinfer.backends.fake.tensor import FakeTensor
+from deepinfer.ops.backend import Backend, BindContext, Dims, FunctionPlan, Plan
+from deepinfer.ops.catalog import defined_ops
+from deepinfer.ops.errors import CaptureError, OpArgumentError
+from deepinfer.ops.registry import OpTable, discover_backends
+from deepinfer.ops.spec import OpSpec
+
+_HOST_ARGUMENTS: Final[Mapping[str, frozenset[str]]] = {"engram_fetch": frozenset({"table"})}
+"""Arguments that the contract allows to stay on the host (memory-mapped tables)."""
+
+
+@dataclass(frozen=True)
+class _Struct:
+    """A dataclass of the contract taken apart, so that its checks do not meet a `Ref`."""
+
+    kind: type
+    parts: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class FakePlan:
+    """One op on the fake device.
+
+    Attributes:
+        op: the contract.
+        host: what computes it, on host tensors.
+        runtime: the device.
+        capturable: its results are known before it runs, so the host need not wait.
+    """
+
+    op: OpSpec[..., Any]
+    host: Plan
+    runtime: FakeRuntime
+    capturable: bool
+    scratch_bytes: int = 0
+    persistent_bytes: int = 0
+
+    def run(self, *inputs: Any, out: Any = None, scratch: Tensor | None = None, **options: Any) -> Any:
+        """Queue the op; results are tensors whose memory it will fill.
+
+        Args:
+            inputs: arguments by position.
+            out: where to write the results; new memory by default.
+            scratch: not needed.
+            options: arguments by name.
+
+        Raises:
+            HostAccessError: an argument is a tensor of the host.
+            LaunchError: a fault.
+        """
+        bound = self.op.signature.bind(*inputs, **options)
+        bound.apply_defaults()
+        arguments = bound.arguments
+        reads: list[Ref] = []
+        writes: list[Ref] = []
+        on_host = _HOST_ARGUMENTS.get(self.op.name, frozenset())
+        taken = {
+            name: self._take(value, name, writes if name in self.op.mutates else reads, name in on_host)
+            for name, value in arguments.items()
+        }
+        result = self._results(arguments) if out is None else out
+        if result is _UNKNOWN:
+            return self._run_and_wait(taken, reads, writes)
+        targets: list[Ref] = []
+        self._take(result, "out", targets, False)
+
+        def compute() -> None:
+            got: list[Tensor] = []
+            _leaves(self.host.run(**_give(taken)), got)
+            _store(self.op.name, got, targets)
+
+        self.runtime.submit(Work(self.op.name, compute, tuple(reads), (*writes, *targets)), launch=True)
+        return result
+
+    def _run_and_wait(self, taken: Mapping[str, Any], reads: list[Ref], writes: list[Ref]) -> Any:
+        """An op whose result has a size that only its values know."""
+        got: list[Any] = []
+
+        def compute() -> None:
+            got.append(self.host.run(**_give(taken)))
+
+        work = Work(self.op.name, compute, tuple(reads), tuple(writes))
+        self.runtime.wait_for(self.runtime.submit(work, launch=True), f"{self.op.name}, whose shape depends on values,")
+        return _map(got[0], self.runtime.to_device)
+
+    def _results(self, arguments: Mapping[str, Any]) -> Any:
+        shaped = RESULTS.get(self.op.name)
+        if shaped is not None:
+            return shaped(self.runtime.empty, SimpleNamespace(**arguments))
+        try:
+            asked = self.op.reference(**_map(dict(arguments), _shadow))
+            return _map(asked, lambda t: self.runtime.empty(tuple(t.shape), t.dtype))
+        except CaptureError:
+            raise
+        except Exception:  # references may look at values; then the op itself must say
+            return _UNKNOWN
+
+    def _take(self, value: Any, name: str, refs: list[Ref], on_host: bool) -> Any:
+        """An argument as queued work holds it: memory by `Ref`, so that it lives no longer than the program wants."""
+
+        def take(tensor: Tensor) -> Any:
+            if isinstance(tensor, FakeTensor):
+                refs.append(tensor.ref())
+                return refs[-1]
+            if not on_host:
+                raise HostAccessError(f"op {self.op.name}", f"its argument {name} is a tensor on {tensor.device}")
+            return tensor
+
+        return _map(value, take, _Struct)
+
+
+_UNKNOWN: Final = object()
+
+
+def _shadow(tensor: Tensor) -> Tensor:
+    return tensor.shadow if isinstance(tensor, FakeTensor) else torch.empty_like(tensor, device="meta")
+
+
+def _map(value: Any, function: Callable[[Tensor], Any], struct: type[_Struct] | None = None) -> Any:
+    """The same tree with every tensor replaced; with `struct`, dataclasses are left taken apart."""
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, tuple | list):
+        return type(value)(_map(item, function, struct) for item in value)
+    if isinstance(value, dict):
+        return {key: _map(item, function, struct) for key, item in value.items()}
+    if is_dataclass(value) and not isinstance(value, type):
+        parts = {part.name: _map(getattr(value, part.name), function, struct) for part in fields(value)}
+        return struct(type(value), parts) if struct is not None else type(value)(**parts)
+    return value
+
+
+def _give(value: Any) -> Any:
+    """The arguments for the host: what `_map` took apart, put together around views of the hidden memory."""
+    if isinstance(value, Ref):
+        return value.view()
+    if isinstance(value, _Struct):
+        return value.kind(**{name: _give(part) for name, part in value.parts.items()})
+    if isinstance(value, tuple | list):
+        return type(value)(_give(item) for item in value)
+    if isinstance(value, dict):
+        return {key: _give(item) for key, item in value.items()}
+    return value
+
+
+def _leaves(value: Any, found: list[Tensor]) -> None:
+    _map(value, found.append, _Struct)
+
+
+def _store(name: str, got: list[Tensor], targets: list[Ref]) -> None:
+    shapes = [(tuple(t.shape), t.dtype) for t in got]
+    wanted = [(t.shape, t.dtype) for t in targets]
+    if shapes != wanted:
+        raise OpArgumentError(f"{name} returned {shapes} where the fake device, or `out`, expects {wanted}")
+    for tensor, target in zip(got, targets, strict=True):
+        target.view().copy_(tensor)
+
+
+def _register(op: OpSpec[..., Any]) -> None:
+    def bind(dims: Dims, ctx: BindContext) -> FakePlan:
+        if not isinstance(ctx.runtime, FakeRuntime):
+            raise OpArgumentError(f"the fake backend runs on a FakeRuntime, got {type(ctx.runtime).__name__}")
+        return FakePlan(op, _host_plan(op, dims, ctx), ctx.runtime, capturable=op.name in RESULTS)
+
+    bind.__name__ = op.name
+    BACKEND.implements_plan(op)(bind)
+
+
+def _host_backend() -> Backend | None:
+    backend = discover_backends().get("cpu")
+    if backend is None or backend.runtime is None or not backend.probe().available:
+        return None
+    backend.load()
+    return backend
+
+
+def _host_plan(op: OpSpec[..., Any], dims: Dims, ctx: BindContext) -> Plan:
+    if _HOST is None or _HOST.runtime is None:
+        return FunctionPlan(op.reference)
+    context = BindContext(torch.device("cpu"), _HOST.runtime(), ctx.batch_invariant, ctx.max_tokens)
+    return OpTable(_HOST, context, overrides={}).bind(op, **dims).plan
+
+
+_HOST: Final = _host_backend()
+for _op in defined_ops().values():
+    _register(_op)

@@ -1,0 +1,339 @@
+"""From a plan to drawn tokens: corrects the step on the device, runs the model, samples or verifies, drafts ahead.
+
+Nothing here waits for the device. What the host does not know yet, because the step before is still running, is filled
+in by ops from that step's results (`Drawn`), so the next step can be launched before this one's tokens are seen.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from torch import Tensor
+
+from deepinfer.core.executor import Executor
+from deepinfer.core.request import Request
+from deepinfer.core.sampler import DeviceLogprobs, RowParams, Sampler
+from deepinfer.core.scheduler import StepPlan
+from deepinfer.core.speculation import Drafting
+from deepinfer.core.step_buffers import Int32Array
+from deepinfer.models.interface import StepBatch, Tap
+from deepinfer.ops.heads import gather_rows, known_ids
+from deepinfer.ops.registry import OpTable
+from deepinfer.ops.step import advance_history, advance_step, gather_ids, last_emitted, rewind
+
+
+@dataclass
+class Drawn:
+    """What a step drew, on the device; the next step corrects itself with it.
+
+    Attributes:
+        count: requests that drew, R.
+        tokens: [T] int32, emitted tokens packed: request r has `planned[r]` entries from `starts[r]` on, those behind
+            its last emitted one hold -1.
+        starts: [R] int32.
+        num_emitted: [R] int32.
+        planned: [R] int32, what the host assumed each would emit. Once the host knows better it is `num_emitted`.
+        newest: [R] int32, the last emitted token of each, an id of the vocabulary in any case.
+        rows: [R] int32, the row each drew its first token from.
+        seqs: [R] int32, that row's sequence in the step.
+        batch: the step, corrected.
+        drafts: [R, D] int32; D is 0 when nothing was drafted.
+        draft_logits: [R, D, V] float32, for rejection.
+        confidences: [R, D] float32, None when nothing was drafted.
+    """
+
+    count: int
+    tokens: Tensor
+    starts: Tensor
+    num_emitted: Tensor
+    planned: Tensor
+    newest: Tensor
+    rows: Tensor
+    seqs: Tensor
+    batch: StepBatch
+    drafts: Tensor
+    draft_logits: Tensor | None = None
+    confidences: Tensor | None = None
+
+
+@dataclass
+class LaunchedStep:
+    """A step on its way: who runs in it, and where its results will be.
+
+    Attributes:
+        plan: its rows.
+        epochs: per planned request, its epoch at launch.
+        draws: requests that draw, in the order of `drawn`.
+        draw_epochs: their epochs at launch.
+        num_drafts: drafts each of them verifies.
+        drawn: None when nobody draws.
+        logprob_of: indices into `draws` of those who want logprobs.
+        logprobs: of all their emitted tokens, packed as `drawn.tokens` restricted to them.
+        scored: prompt positions whose logits are kept, as (request, epoch, first position, count, logits).
+    """
+
+    plan: StepPlan
+    epochs: list[int]
+    draws: list[Request]
+    draw_epochs: list[int]
+    num_drafts: list[int]
+    drawn: Drawn | None
+    logprob_of: list[int]
+    logprobs: DeviceLogprobs | None
+    scored: list[tuple[Request, int, int, int, Tensor]]
+
+
+class StepRunner:
+    """Launches steps on one device.
+
+    Args:
+        executor: runs the model.
+        sampler: parameters by slot, and the sampling ops.
+        ops: binds the ops that correct a step.
+        drafting: proposes tokens; None without speculation.
+    """
+
+    def __init__(self, executor: Executor, sampler: Sampler, ops: OpTable, drafting: Drafting | None) -> None:
+        self._executor = executor
+        self._sampler = sampler
+        self._drafting = drafting
+        self._advance = ops.bind(advance_step)
+        self._advance_history = ops.bind(advance_history)
+        self._rewind = ops.bind(rewind)
+        self._last = ops.bind(last_emitted)
+        self._known = ops.bind(known_ids)
+        self._gather_ids = ops.bind(gather_ids)
+        self._gather_rows = ops.bind(gather_rows)
+
+    def launch(self, plan: StepPlan, previous: Drawn | None, tap: Tap | None = None) -> LaunchedStep:
+        """Launch a step.
+
+        Args:
+            plan: from the scheduler.
+            previous: draws of the step launched just before, to which `Request.draw` refers; None when it had none.
+            tap: observer of intermediates, for tests.
+        """
+        meta = self._executor.plan(plan.seqs, plan.query_lens, plan.starts)
+        picks = _pick_rows(plan)
+        batch = self._executor.batch(meta, picks.logits_rows)
+        links = np.fromiter((r.draw for r in plan.requests), dtype=np.int32, count=len(plan.requests))
+        if previous is not None and (links >= 0).any():
+            self._correct(batch, previous, self._executor.send(links))
+        else:
+            previous = None
+        logits = self._executor.forward(batch, tap)
+        launched = LaunchedStep(
+            plan=plan,
+            epochs=[r.epoch for r in plan.requests],
+            draws=picks.draws,
+            draw_epochs=[r.epoch for r in picks.draws],
+            num_drafts=picks.num_drafts,
+            drawn=None,
+            logprob_of=[],
+            logprobs=None,
+            scored=[
+                (request, request.epoch, first, count, logits[at : at + count])
+                for request, first, count, at in picks.scored
+            ],
+        )
+        if picks.draws:
+            self._draw(launched, picks, batch, logits, previous)
+        return launched
+
+    def _correct(self, batch: StepBatch, previous: Drawn, links: Tensor) -> None:
+        """Replace the host's upper bounds by what the step before really emitted."""
+        ratios = tuple(batch.ratio_slots)
+        self._advance_history(
+            batch.history,
+            links,
+            previous.tokens,
+            previous.starts,
+            previous.num_emitted,
+            previous.rows,
+            previous.seqs,
+            previous.batch.input_ids,
+            previous.batch.cu_seqlens_q,
+            previous.batch.history,
+        )
+        self._advance(
+            batch.input_ids,
+            batch.positions,
+            batch.seq_lens,
+            batch.window_slots,
+            batch.packed_ratio_slots,
+            batch.cu_seqlens_q,
+            batch.row_to_seq,
+            links,
+            previous.planned,
+            previous.num_emitted,
+            previous.newest,
+            previous.drafts,
+            batch.block_tables,
+            self._executor.block_size,
+            batch.window_tables,
+            batch.window_first_page,
+            batch.window_page,
+            ratios,
+        )
+
+    def _draw(
+        self, launched: LaunchedStep, picks: _Picks, batch: StepBatch, logits: Tensor, previous: Drawn | None
+    ) -> None:
+        send = self._executor.send
+        requests = picks.draws
+        for request in requests:
+            if request.sampling_slot != request.seq:  # admitted, for the first time or again
+                self._sampler.set_slot(request.seq, request.params, request.seed)
+                request.sampling_slot = request.seq
+        slots = np.fromiter((r.seq for r in requests), dtype=np.int32, count=len(requests))
+        params = self._sampler.gather(slots)
+        links = np.fromiter((r.draw for r in requests), dtype=np.int32, count=len(requests))
+        outputs = np.fromiter((r.num_planned_outputs for r in requests), dtype=np.int32, count=len(requests))
+        output_index, linked = send(outputs), None
+        if previous is not None and (links >= 0).any():
+            linked = send(links)
+            self._rewind(output_index, linked, previous.planned, previous.num_emitted)
+        widths = np.array(picks.num_drafts, dtype=np.int32) + 1
+        starts = (np.cumsum(widths) - widths).astype(np.int32)
+        num_rows = int(widths.sum())
+        rows = logits[:num_rows]
+        first_rows = picks.logits_rows[starts]
+        if num_rows == len(requests):
+            tokens = self._sampler.draw(rows, params, output_index)
+            num_emitted = send(widths)
+        else:
+            judged = picks.logits_rows[:num_rows] + 1
+            judged[starts + widths - 1] = -1
+            drafts = self._gather_ids(batch.input_ids, send(judged))
+            judged_logits = None
+            if self._drafting is not None and previous is not None and previous.draft_logits is not None:
+                judged_logits = self._judged_logits(previous, links, widths)
+            bounds = send(np.append(starts, num_rows).astype(np.int32))
+            num_emitted, tokens = self._sampler.verify(rows, bounds, drafts, params, output_index, judged_logits)
+        starts_there = send(starts)
+        drawn = Drawn(
+            count=len(requests),
+            tokens=tokens,
+            starts=starts_there,
+            num_emitted=num_emitted,
+            planned=send(widths),
+            newest=self._known(self._last(tokens, starts_there, num_emitted), 0),
+            rows=send(first_rows),
+            seqs=send(picks.seqs),
+            batch=batch,
+            drafts=self._executor.no_drafts(len(requests)),
+        )
+        launched.drawn = drawn
+        self._take_logprobs(launched, picks, widths, starts, rows, tokens)
+        if self._drafting is not None:
+            wanted = self._drafting.wanted(requests)
+            if wanted:
+                anchors = np.fromiter((r.planned_tokens for r in requests), dtype=np.int32, count=len(requests))
+                self._draft(drawn, anchors + widths - 1, outputs + widths, params, linked, previous)
+
+    def _draft(
+        self,
+        drawn: Drawn,
+        anchors: Int32Array,
+        outputs: Int32Array,
+        params: RowParams,
+        linked: Tensor | None,
+        previous: Drawn | None,
+    ) -> None:
+        """Propose tokens behind each request's newest one; positions and output indices start as upper bounds."""
+        assert self._drafting is not None, "only called with speculation"
+        send = self._executor.send
+        positions, output_index = send(anchors), send(outputs)
+        own = send(np.arange(drawn.count, dtype=np.int32))
+        for values in (positions, output_index):
+            if linked is not None and previous is not None:
+                self._rewind(values, linked, previous.planned, previous.num_emitted)
+            self._rewind(values, own, drawn.planned, drawn.num_emitted)
+        output = self._drafting.propose(drawn.newest, positions, drawn.seqs, drawn.batch, params, output_index)
+        drawn.drafts, drawn.draft_logits, drawn.confidences = output.tokens, output.logits, output.confidences
+
+    def _judged_logits(self, previous: Drawn, links: Int32Array, widths: Int32Array) -> Tensor:
+        """[T, V]: what the draft that each row judges was drawn from."""
+        assert previous.draft_logits is not None, "rejection keeps the draft's logits"
+        depth = previous.draft_logits.shape[1]
+        index = [
+            max(link, 0) * depth + min(place, depth - 1)
+            for link, width in zip(links.tolist(), widths.tolist(), strict=True)
+            for place in range(width)
+        ]
+        return self._gather_rows(
+            previous.draft_logits.flatten(0, 1), self._executor.send(np.array(index, dtype=np.int32))
+        )
+
+    def _take_logprobs(
+        self,
+        launched: LaunchedStep,
+        picks: _Picks,
+        widths: Int32Array,
+        starts: Int32Array,
+        rows: Tensor,
+        tokens: Tensor,
+    ) -> None:
+        wanted = [i for i, r in enumerate(picks.draws) if r.params.logprobs is not None]
+        if not wanted:
+            return
+        launched.logprob_of = wanted
+        most = max(picks.draws[i].params.logprobs or 0 for i in wanted)
+        if len(wanted) < len(picks.draws):
+            index = np.concatenate([np.arange(starts[i], starts[i] + widths[i], dtype=np.int32) for i in wanted])
+            there = self._executor.send(index)
+            rows, tokens = self._gather_rows(rows, there), self._gather_ids(tokens, there)
+        launched.logprobs = self._sampler.device_logprobs(rows, tokens, most)
+
+
+@dataclass
+class _Picks:
+    """Rows whose logits a step needs: those of the requests that draw, then prompt positions to keep.
+
+    Attributes:
+        logits_rows: [n] int32.
+        draws: requests that draw.
+        seqs: [R] int32, their places in the plan.
+        num_drafts: drafts each verifies; it has one row more.
+        scored: (request, first position, count, place among the logits).
+    """
+
+    logits_rows: Int32Array
+    draws: list[Request]
+    seqs: Int32Array
+    num_drafts: list[int]
+    scored: list[tuple[Request, int, int, int]]
+
+
+def _pick_rows(plan: StepPlan) -> _Picks:
+    ends = np.cumsum(plan.query_lens)
+    row_ends, counts, starts = ends.tolist(), plan.query_lens.tolist(), plan.starts.tolist()
+    draws: list[Request] = []
+    seqs: list[int] = []
+    num_drafts: list[int] = []
+    draw_rows: list[int] = []
+    wanted: list[tuple[Request, int, int, int]] = []
+    for i, (request, count, start) in enumerate(zip(plan.requests, counts, starts, strict=True)):
+        drafts = start + count - request.planned_tokens  # rows behind the last known token hold drafts
+        if drafts >= 0 and request.params.max_tokens > 0:
+            draws.append(request)
+            seqs.append(i)
+            num_drafts.append(drafts)
+            draw_rows.extend(range(row_ends[i] - 1 - drafts, row_ends[i]))
+        kept = request.num_prompt_rows_wanted
+        if kept > start:
+            first = max(request.num_prompt_rows_planned, start)
+            end = min(kept, start + count)
+            if first < end:
+                wanted.append((request, first, end - first, row_ends[i] - count - start + first))
+                request.num_prompt_rows_planned = end
+    rows = [np.array(draw_rows, dtype=np.int32)]
+    scored = []
+    place = len(draw_rows)
+    for request, first, count, row in wanted:
+        rows.append(np.arange(row, row + count, dtype=np.int32))
+        scored.append((request, first, count, place))
+        place += count
+    return _Picks(np.concatenate(rows), draws, np.array(seqs, dtype=np.int32), num_drafts, scored)
+

@@ -1,0 +1,70 @@
+"""The suite as pytest sees it: one test per case of an op, one per level above."""
+
+from __future__ import annotations
+
+import datetime
+from typing import Any
+
+import pytest
+
+from deepinfer.conformance.claims import Waiver, apply_waivers, read_waivers
+from deepinfer.conformance.levels import LEVELS, run_level
+from deepinfer.conformance.plugin import choices
+from deepinfer.conformance.results import BAD, CaseResult, Report
+from deepinfer.conformance.runner import make_case
+from deepinfer.conformance.suite import Session, open_session, run_made
+from deepinfer.ops.catalog import defined_ops
+from deepinfer.ops.registry import find_backend
+
+
+def pytest_generate_tests(metafunc: Any) -> None:
+    asked = choices(metafunc.config)
+    if "op_case" in metafunc.fixturenames:
+        cases = []
+        if asked.level >= 1:
+            session = Session(None, None, ops=asked.op, real=asked.real)  # type: ignore[arg-type]
+            cases = [
+                (op, case)
+                for name, op in defined_ops().items()
+                for case in op.cases()
+                if session.wants(name, case.name) and (asked.real or case.tag == "small")
+            ]
+        metafunc.parametrize("op_case", cases, ids=[f"{op.name}/{case.name}" for op, case in cases])
+    if "level" in metafunc.fixturenames:
+        higher = [n for n in LEVELS if n != 1 and n <= asked.level] if asked.op == "*" else [0]
+        metafunc.parametrize("level", higher, ids=[f"level {n}" for n in higher])
+
+
+@pytest.fixture(scope="session")
+def session(request: pytest.FixtureRequest) -> Session:
+    asked = choices(request.config)
+    return open_session(
+        find_backend(asked.backend), level=asked.level, ops=asked.op, real=asked.real, folder=asked.report
+    )
+
+
+@pytest.fixture(scope="session")
+def waivers(request: pytest.FixtureRequest) -> list[Waiver]:
+    asked = choices(request.config)
+    return read_waivers(asked.waivers) if asked.waivers else []
+
+
+def settle(session: Session, results: list[CaseResult], waivers: list[Waiver]) -> None:
+    """Fail, skip or pass as the results say."""
+    report = Report(session.backend.name, 0, session.level, "", {}, results)
+    apply_waivers(report, waivers, datetime.date.today())
+    wrong = [f"{r.name} on {r.implementation}: {r.detail}" for r in results if r.status in BAD]
+    assert not wrong, "\n".join([*wrong, *report.problems])
+    excused = [r.detail for r in results if r.status in ("unsupported", "waived")]
+    if excused and len(excused) == len(results):
+        pytest.skip(excused[0])
+
+
+def test_case(session: Session, waivers: list[Waiver], op_case: Any) -> None:
+    settle(session, [run_made(session, make_case(*op_case))], waivers)
+
+
+def test_level(session: Session, waivers: list[Waiver], level: int) -> None:
+    before = len(session.results)
+    run_level(level, session)
+    settle(session, session.results[before:], waivers)

@@ -1,0 +1,420 @@
+"""Random workloads, and the oracle that they are compared with: each request alone, in one chunk, in a fresh engine.
+
+A workload is a pure function of its seed: requests with arrivals and cancellations, a pool, a budget. `check` runs it and
+says where a request got anything else than it gets alone; floats are compared bit for bit. Any model will do:
+`HashModel` shows one wrong record, a real one shows rows whose bits depend on their neighbours.
+
+Features that this engine has no setting for are drawn and left out, so a seed means the same requests in all releases.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from functools import cache
+from typing import Any, Final
+
+from deepinfer.core.config import EngineConfig
+from deepinfer.core.engine import Engine
+from deepinfer.core.errors import RequestError
+from deepinfer.core.outputs import Logprob, RequestOutput
+from deepinfer.core.sampling_params import SamplingParams
+from deepinfer.models.interface import Model
+from deepinfer.ops.backend import BindContext
+from deepinfer.ops.registry import OpTable, find_backend
+from deepinfer.testing.scripted_draft import ScriptedDraft
+
+FEATURES: Final[Mapping[str, tuple[Any, ...]]] = {
+    "prefix_caching": (True, False),
+    "async_scheduling": (True, False),
+    "speculation": ("off", "coupled"),
+    "num_drafts": (1, 2, 3, 5, 8),
+    "draft_schedule": ("adaptive", "fixed"),
+}
+"""Fields of `EngineConfig` that must not change what a request gets, and the values to draw from."""
+
+PLAIN: Final[Mapping[str, Any]] = {"prefix_caching": False, "async_scheduling": False, "speculation": "off"}
+"""What the oracle has."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a generator may draw; the defaults suit `HashModel` and keep a workload under a hundred steps.
+
+    Attributes:
+        vocab_size: ids in prompts run below it.
+        max_requests: requests of a workload.
+        max_prompt: tokens of a prompt.
+        max_tokens: tokens to generate.
+        block_sizes: KV block sizes.
+        max_top: most top logprobs.
+    """
+
+    vocab_size: int = 64
+    max_requests: int = 7
+    max_prompt: int = 40
+    max_tokens: int = 12
+    block_sizes: tuple[int, ...] = (2, 4, 8, 16)
+    max_top: int = 3
+
+
+@dataclass(frozen=True)
+class PlannedRequest:
+    """One request of a workload.
+
+    Attributes:
+        prompt: token ids.
+        params: how to sample.
+        arrival: step before which it is submitted.
+        cancel: step before which it is cancelled, None for never.
+        chunk_size: most rows of one step, None for the budget.
+    """
+
+    prompt: tuple[int, ...]
+    params: SamplingParams
+    arrival: int = 0
+    cancel: int | None = None
+    chunk_size: int | None = None
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Requests and the engine they share.
+
+    Attributes:
+        seed: repeats it.
+        requests: in order of their ids.
+        settings: fields of `EngineConfig`.
+        features: a value of each of `FEATURES`, also of those that the engine lacks.
+        draft_quality: how often a drafted token is the one that will be chosen.
+    """
+
+    seed: int
+    requests: tuple[PlannedRequest, ...]
+    settings: Mapping[str, Any]
+    features: Mapping[str, Any] = field(default_factory=dict)
+    draft_quality: float = 0.5
+
+    @classmethod
+    def generate(cls, seed: int, shape: Shape | None = None) -> Workload:
+        """The workload of a seed."""
+        shape = shape or Shape()
+        rng = random.Random(f"deepinfer.workload.{seed}")
+        crowded = rng.random() < 0.3  # many that grow together in few small blocks, so that some give way
+        max_len = rng.randint(8, shape.max_prompt + shape.max_tokens + 4)
+        stems = [_tokens(rng, rng.randint(1, shape.max_prompt), shape) for _ in range(2)]
+        count = shape.max_requests if crowded else rng.randint(1, shape.max_requests)
+        requests = tuple(_request(rng, stems, max_len, shape, crowded) for _ in range(count))
+        max_len = min(max_len, max(len(r.prompt) + r.params.max_tokens for r in requests) + rng.choice([0, 0, 5]))
+        block_size = rng.choice(shape.block_sizes[: 2 if crowded else None])
+        least = -(-max_len // block_size)  # enough for the longest request alone
+        settings = {
+            "block_size": block_size,
+            "window_page": rng.choice([p for p in (1, 2, 4, 8) if block_size % p == 0]),
+            "max_model_len": max_len,
+            "num_kv_blocks": least + rng.randint(0, 3) if crowded else least * rng.choice([1, 2, 8]),
+            "max_num_seqs": 8 if crowded else rng.choice([1, 2, 3, 8]),
+            "max_num_batched_tokens": rng.choice([7, 16, 64] if crowded else [1, 3, 7, 16, 64]),
+            "seed": rng.randrange(3),
+        }
+        if rng.random() < 0.1:
+            too_long = _tokens(rng, max_len + rng.randint(1, 3), shape)
+            requests += (PlannedRequest(too_long, requests[0].params),)
+        draws = random.Random(f"deepinfer.features.{seed}")
+        features = {name: draws.choice(values) for name, values in FEATURES.items()}
+        return cls(seed, requests, settings, features, draws.choice([0.0, 0.3, 0.7, 0.95, 1.0]))
+
+
+@dataclass(frozen=True)
+class RequestFacts:
+    """Everything that a request got, floats as exact texts.
+
+    Attributes:
+        token_ids: generated tokens.
+        finish_reason: how it ended, None when it was refused.
+        stop_reason: the stop id.
+        error: code of its error.
+        logprobs: an entry per generated token.
+        cumulative_logprob: their sum.
+        prompt_logprobs: an entry per prompt token.
+        seed: of its draws.
+    """
+
+    token_ids: tuple[int, ...] = ()
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    error: str | None = None
+    logprobs: tuple[object, ...] | None = None
+    cumulative_logprob: str | None = None
+    prompt_logprobs: tuple[object, ...] | None = None
+    seed: int | None = None
+
+    @classmethod
+    def of(cls, output: RequestOutput) -> RequestFacts:
+        """The facts of a finished result."""
+        choice = output.outputs[0]
+        total = choice.cumulative_logprob
+        return cls(
+            tuple(choice.token_ids),
+            choice.finish_reason,
+            choice.stop_reason,
+            output.error and output.error.code,
+            None if choice.logprobs is None else tuple(map(_entry, choice.logprobs)),
+            None if total is None else total.hex(),
+            None if output.prompt_logprobs is None else tuple(map(_entry, output.prompt_logprobs)),
+            output.seed,
+        )
+
+    def difference(self, whole: RequestFacts) -> str | None:
+        """What differs from the oracle's facts; those of a cancelled request are a prefix of them. None for nothing."""
+        cut = self.finish_reason == "abort"
+        for name in ("token_ids", "logprobs", "prompt_logprobs"):
+            mine, other = getattr(self, name), getattr(whole, name)
+            if cut and mine is not None and other is not None:
+                other = other[: len(mine)]
+            if mine != other:
+                return f"{name} {_first_difference(mine, other)}"
+        names = ("seed",) if cut else ("finish_reason", "stop_reason", "error", "cumulative_logprob", "seed")
+        for name in names:
+            if getattr(self, name) != getattr(whole, name):
+                return f"{name} is {getattr(self, name)!r}, alone it is {getattr(whole, name)!r}"
+        return None
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a workload did.
+
+    Attributes:
+        requests: in order of their ids.
+        num_steps: steps of the engine.
+        num_preemptions: requests that gave way.
+        leaks: what the pool did not get back; empty when all is well.
+    """
+
+    requests: tuple[RequestFacts, ...]
+    num_steps: int
+    num_preemptions: int
+    leaks: tuple[str, ...] = ()
+
+
+class WorkloadError(AssertionError):
+    """A workload got something else than the oracle. The message names the seed and every request that differs."""
+
+
+def check(workload: Workload, model: Model, ops: OpTable | None = None) -> Facts:
+    """Run a workload and compare every request with the oracle.
+
+    Args:
+        workload: what to run.
+        model: bound to its ops.
+        ops: for the sampler; by default those of the CPU.
+
+    Returns:
+        The facts of the run.
+
+    Raises:
+        WorkloadError: a request differs, or the pool did not get everything back.
+    """
+    truth = oracle(workload, model, ops)
+    facts = run(workload, model, ops, truth=truth)
+    faults = list(facts.leaks)
+    for i, (mine, alone) in enumerate(zip(facts.requests, truth, strict=True)):
+        difference = mine.difference(alone)
+        if difference is not None:
+            faults.append(f"request {i}: {difference}")
+    if faults:
+        raise WorkloadError("\n".join([f"workload {workload.seed} ({_summary(workload)})", *faults]))
+    return facts
+
+
+def run(
+    workload: Workload, model: Model, ops: OpTable | None = None, *, truth: Sequence[RequestFacts] | None = None
+) -> Facts:
+    """Run a workload.
+
+    Args:
+        workload: what to run.
+        model: bound to its ops.
+        ops: for the sampler; by default those of the CPU.
+        truth: the oracle's facts, from which drafts are made; without them there is no speculation.
+
+    Raises:
+        WorkloadError: the engine makes no progress.
+    """
+    features = {name: value for name, value in workload.features.items() if name in _config_fields()}
+    if features.get("speculation", "off") != "off":
+        if truth is None:
+            features["speculation"] = "off"
+        else:
+            model = scripted_draft(workload, truth, model.info.vocab_size).bind(model)
+    engine = _engine(model, {**workload.settings, **features}, ops)
+    before = _free(engine)
+    outputs: dict[int, RequestFacts] = {}
+    arrivals = sorted(range(len(workload.requests)), key=lambda i: (workload.requests[i].arrival, i))
+    cancels = sorted((r.cancel, i) for i, r in enumerate(workload.requests) if r.cancel is not None)
+    patience = 64 + 8 * sum(len(r.prompt) + r.params.max_tokens for r in workload.requests) * (1 + len(arrivals))
+    step = 0
+    while arrivals or cancels or engine.has_unfinished():
+        while arrivals and workload.requests[arrivals[0]].arrival <= step:
+            i = arrivals.pop(0)
+            refused = _submit(engine, i, workload.requests[i])
+            if refused is not None:
+                outputs[i] = refused
+        while cancels and cancels[0][0] <= step:
+            engine.abort(str(cancels.pop(0)[1]))
+        for output in engine.step():
+            if output.finished:
+                outputs[int(output.request_id)] = RequestFacts.of(output)
+        step += 1
+        if step > patience:
+            raise WorkloadError(f"workload {workload.seed}: no end after {step} steps; done: {sorted(outputs)}")
+    leaks = _leaks(engine, before)
+    stats = engine.stats()
+    engine.close()
+    missing = [i for i in range(len(workload.requests)) if i not in outputs]
+    if missing:
+        raise WorkloadError(f"workload {workload.seed}: no result for requests {missing}")
+    in_order = tuple(outputs[i] for i in range(len(outputs)))
+    return Facts(in_order, stats.num_steps, stats.num_preemptions, tuple(leaks))
+
+
+def oracle(workload: Workload, model: Model, ops: OpTable | None = None) -> tuple[RequestFacts, ...]:
+    """What each request gets alone: one chunk, no speculation, no prefix, a pool for everything, a fresh engine."""
+    max_len = workload.settings["max_model_len"]
+    settings = {
+        "block_size": 32,
+        "window_page": 16,
+        "max_model_len": max_len,
+        "num_kv_blocks": -(-max_len // 32),
+        "max_num_seqs": 1,
+        "max_num_batched_tokens": max_len,
+        "seed": workload.settings["seed"],
+        **{name: value for name, value in PLAIN.items() if name in _config_fields()},
+    }
+    found = []
+    for i, request in enumerate(workload.requests):
+        engine = _engine(model, settings, ops)
+        facts = _submit(engine, i, replace(request, chunk_size=None))
+        while facts is None:
+            for output in engine.step():
+                if output.finished:
+                    facts = RequestFacts.of(output)
+        found.append(facts)
+        engine.close()
+    return tuple(found)
+
+
+def scripted_draft(workload: Workload, truth: Sequence[RequestFacts], vocab_size: int) -> ScriptedDraft:
+    """A draft that often knows what comes next, as often as the workload's `draft_quality` says."""
+    sequences = [(*r.prompt, *t.token_ids) for r, t in zip(workload.requests, truth, strict=True)]
+    count = workload.features["num_drafts"]
+
+    def guess(token_ids: list[int]) -> tuple[list[int], list[float]]:
+        rng = random.Random(f"{workload.seed} {token_ids}")
+        size, begun = len(token_ids), tuple(token_ids)
+        known = next((s for s in sequences if s[:size] == begun), ())[size : size + count]
+        tokens = [rng.randrange(vocab_size) for _ in range(count)]
+        for place, token in enumerate(known):
+            if rng.random() < workload.draft_quality:
+                tokens[place] = token
+        return tokens, [rng.uniform(0.01, 0.99) for _ in range(count)]
+
+    return ScriptedDraft(guess, count)
+
+
+@cache
+def cpu_ops() -> OpTable:
+    """The ops of the CPU, shared by all engines of the process; a table keeps no state of an engine."""
+    backend = find_backend("cpu")
+    if backend.runtime is None:
+        raise AssertionError("the CPU backend has a runtime")
+    runtime = backend.runtime()
+    return OpTable(backend, BindContext(runtime.device, runtime, True, 4096), False, {})
+
+
+@cache
+def _config_fields() -> frozenset[str]:
+    return frozenset(f.name for f in fields(EngineConfig))
+
+
+def _engine(model: Model, settings: Mapping[str, Any], ops: OpTable | None) -> Engine:
+    return Engine(model, EngineConfig(**settings), ops or cpu_ops())
+
+
+def _submit(engine: Engine, index: int, request: PlannedRequest) -> RequestFacts | None:
+    """Submit a request; the facts of its refusal, or None."""
+    try:
+        engine.add_request(
+            str(index), request.prompt, request.params, seed_key=index, chunk_size=request.chunk_size
+        )
+    except RequestError as error:
+        return RequestFacts(error=error.code)
+    return None
+
+
+def _free(engine: Engine) -> dict[str, int]:
+    blocks = engine.blocks
+    return {"blocks": blocks.num_free_blocks, "window pages": blocks.num_free_pages, "slots": blocks.num_free_slots}
+
+
+def _leaks(engine: Engine, before: Mapping[str, int]) -> list[str]:
+    after = _free(engine)
+    leaks = [f"{after[name]} {name} are free, {count} were" for name, count in before.items() if after[name] != count]
+    try:
+        engine.blocks.pool.check()
+    except RuntimeError as error:
+        leaks.append(f"pool: {error}")
+    return leaks
+
+
+def _entry(entry: Mapping[int, Logprob] | None) -> object:
+    return entry and tuple((token, p.logprob.hex(), p.rank) for token, p in entry.items())
+
+
+def _first_difference(mine: Any, other: Any) -> str:
+    if mine is None or other is None:
+        return f"are {mine!r}, alone {other!r}"
+    place = next((i for i, (a, b) in enumerate(zip(mine, other, strict=False)) if a != b), min(len(mine), len(other)))
+    return f"differ at {place}: {mine[place : place + 3]!r} of {len(mine)}, alone {other[place : place + 3]!r}"
+
+
+def _summary(workload: Workload) -> str:
+    return f"{len(workload.requests)} requests, {dict(workload.settings)}, {dict(workload.features)}"
+
+
+def _tokens(rng: random.Random, count: int, shape: Shape) -> tuple[int, ...]:
+    return tuple(rng.randrange(shape.vocab_size) for _ in range(count))
+
+
+def _request(
+    rng: random.Random, stems: list[tuple[int, ...]], max_len: int, shape: Shape, crowded: bool
+) -> PlannedRequest:
+    stem = rng.choice(stems)
+    prompt = stem[: rng.randint(0, len(stem))] if rng.random() < 0.6 and not crowded else ()
+    prompt = (prompt + _tokens(rng, rng.randint(0 if prompt else 1, 12), shape))[:max_len]
+    arrival = rng.choice([0, 0, 0, rng.randrange(20)])
+    return PlannedRequest(
+        prompt,
+        _params(rng, shape, crowded),
+        arrival,
+        arrival + rng.randrange(12) if rng.random() < 0.15 else None,
+        rng.choice([None, None, None, 1, 2, 5]),
+    )
+
+
+def _params(rng: random.Random, shape: Shape, crowded: bool) -> SamplingParams:
+    least = shape.max_tokens // 2 if crowded else 1
+    return SamplingParams(
+        temperature=rng.choice([0.0, 0.7, 1.0, 1.5]),
+        top_k=rng.choice([-1, -1, 1, 5, shape.vocab_size + 9]),
+        top_p=rng.choice([1.0, 1.0, 0.9, 0.3]),
+        min_p=rng.choice([0.0, 0.0, 0.05, 0.5]),
+        seed=rng.choice([None, rng.randrange(1 << 64)]),
+        max_tokens=rng.choice([0, 1, shape.max_tokens, *[rng.randint(least, shape.max_tokens)] * 4]),
+        stop_token_ids=_tokens(rng, rng.choice([0, 0, 2]), shape),
+        ignore_eos=rng.random() < 0.5,
+        logprobs=rng.choice([None, None, 0, shape.max_top]),
+        prompt_logprobs=rng.choice([None, None, None, 0, 2]),
+    )
