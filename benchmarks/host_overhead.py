@@ -52,26 +52,33 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=256)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--vocab", type=int, default=384)
+    parser.add_argument("--drafts", type=int, default=0, help="speculate with a draft that costs nothing, all accepted")
     args = parser.parse_args()
     torch.set_num_threads(1)
     times: dict[str, list[float]] = defaultdict(list)
-    model = NullModel(args.vocab, cache_spec=v41_like(), max_position=8192)
-    llm = LLM(model, backend="cpu", max_num_seqs=args.requests, max_num_batched_tokens=max(2048, args.requests))
+    model = NullModel(args.vocab, cache_spec=v41_like(), max_position=8192, num_drafts=args.drafts)
+    rows = args.requests * (1 + args.drafts)
+    speculation: dict[str, Any] = {"speculation": "coupled", "draft_schedule": "fixed"} if args.drafts else {}
+    llm = LLM(
+        model, backend="cpu", max_num_seqs=args.requests, max_num_batched_tokens=max(2048, rows), **speculation
+    )
     engine = llm.engine
     for i in range(args.requests):
-        engine.add_request(str(i), list(range(3, 35)), SamplingParams(max_tokens=args.steps + 8, temperature=0.0))
+        engine.add_request(str(i), list(range(3, 35)), SamplingParams(max_tokens=(args.steps + 8) * (1 + args.drafts), temperature=0.0))
     while engine.scheduler.waiting:
         engine.step()
     timed(engine.scheduler, "plan", "planning", times)
     timed(engine.executor, "plan", "metadata", times)
-    timed(engine.executor, "run", "send + empty model", times)
-    timed(engine.sampler, "sample", "sampling", times)
+    timed(engine.executor, "batch", "sending", times)
+    timed(engine.executor, "forward", "empty model", times)
+    timed(engine.sampler, "draw" if not args.drafts else "verify", "sampling", times)
+    timed(engine, "_collect", "collecting", times)
     timed(engine, "step", "whole step", times)
     for _ in range(args.steps):
         engine.step()
     whole = statistics.median(times["whole step"])
     print(f"{args.requests} running requests, {args.steps} decode steps, one thread, median per step")
-    for label in ("planning", "metadata", "send + empty model", "sampling", "whole step"):
+    for label in ("planning", "metadata", "sending", "empty model", "sampling", "collecting", "whole step"):
         value = statistics.median(times[label])
         print(f"  {label:<20} {value * 1e6:8.0f} us  {value / whole:6.1%} of the step")
     both = statistics.median(a + b for a, b in zip(times["planning"], times["metadata"], strict=True))

@@ -85,9 +85,9 @@ class CacheStore:
         """Copy blocks, pages or state slots on the device; `kind` is "block", "page" or "state"."""
         copier = ops.bind(copy_blocks)
         pools = {"block": [self.blocks], "page": [self.pages], "state": list(self._states.values())}[kind]
-        device = ops.context.device
-        src = torch.tensor(sources, dtype=torch.int32, device=device)
-        dst = torch.tensor(destinations, dtype=torch.int32, device=device)
+        send = ops.context.runtime.to_device
+        src = send(torch.tensor(sources, dtype=torch.int32))
+        dst = send(torch.tensor(destinations, dtype=torch.int32))
         for pool in pools:
             copier(pool, src, dst)
 

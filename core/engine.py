@@ -191,6 +191,7 @@ class Engine:
             objects, updated by later steps until `finished`.
         """
         changed, self._ended = self._ended, []
+        start = time.perf_counter()
         launched = self._launch()
         if self.is_async:
             finished, self._in_flight = self._in_flight, launched
@@ -198,6 +199,11 @@ class Engine:
             finished = launched
         if finished is not None:
             changed.extend(self._collect(finished))
+            if self._drafting is not None:
+                plan = finished.plan
+                context = int(plan.starts.sum())
+                seconds = time.perf_counter() - start - self._drafting.take_seconds()
+                self._drafting.policy.cost.observe(int(plan.query_lens.sum()), context, seconds)
         return changed
 
     def has_unfinished(self) -> bool:
@@ -332,7 +338,7 @@ class Engine:
             tokens = self._runtime.to_host(drawn.tokens).tolist()
             emitted = self._runtime.to_host(drawn.num_emitted).tolist()
             logprobs = self.sampler.fetch_logprobs(launched.logprobs) if launched.logprobs is not None else None
-            drawn.planned = drawn.num_emitted  # what follows is planned from what is known
+            drawn.planned, drawn.is_collected = drawn.num_emitted, True  # what follows is planned from what is known
         seqs, computed = [], []
         taken_back: dict[int, int] = {}
         start = 0
@@ -354,10 +360,10 @@ class Engine:
             if request.epoch != epoch or not request.seq:
                 continue
             request.num_computed += count - taken_back.get(id(request), 0)
-            if request.completion.finish_reason is None and request.params.max_tokens == 0:
-                if request.num_computed == request.num_tokens:
-                    self._recorder.finish(request, "length")  # nothing to sample: the prompt is scored
-                    touched.append(request)
+            is_scored = request.params.max_tokens == 0 and request.num_computed == request.num_tokens
+            if is_scored and request.completion.finish_reason is None:
+                self._recorder.finish(request, "length")  # nothing to sample
+                touched.append(request)
             if request.completion.finish_reason != "error":
                 # What a request computed up to its end may serve another; drafts behind a stop token are not its text.
                 seqs.append(request.seq)

@@ -57,9 +57,11 @@ class Executor:
                 max_window_pages=blocks.max_window_pages(limits.max_rows),
                 ratios=self._ratios,
                 ngram=model.cache_spec.ngram,
+                zeros=self._pinned,
             )
             for _ in range(2)
         ]
+        self._sent = [runtime.event() for _ in self._buffers]
         self._turn = 0
 
     @property
@@ -77,6 +79,7 @@ class Executor:
                 computed.
         """
         self._turn = 1 - self._turn
+        self._sent[self._turn].synchronize()  # a step that drew nothing was never waited for
         return self._buffers[self._turn].write(self._blocks.pool, seqs, query_lens, starts=starts)
 
     def batch(self, step: StepMetadata, logits_rows: Int32Array) -> StepBatch:
@@ -91,7 +94,7 @@ class Executor:
         columns = max(self._blocks.blocks_for(max_seq_len), 1)
         pages = max(int(step.window_table_lens.max()) if step.num_seqs else 0, 1)
         packed = send(np.stack([step.slots[ratio] for ratio in self._ratios]))
-        return StepBatch(
+        batch = StepBatch(
             input_ids=send(step.input_ids),
             positions=send(step.positions),
             row_to_seq=send(step.row_to_seq),
@@ -109,6 +112,8 @@ class Executor:
             logits_rows=send(logits_rows),
             max_seq_len=max_seq_len,
         )
+        self._sent[self._turn].record()
+        return batch
 
     def forward(self, batch: StepBatch, tap: Tap | None = None) -> Tensor:
         """Run a step: [n, vocab] float32 logits of its `logits_rows`, on the device."""
@@ -118,6 +123,10 @@ class Executor:
     def send(self, array: Int32Array) -> Tensor:
         """A host array on the device."""
         return self._runtime.to_device(torch.from_numpy(np.ascontiguousarray(array)))
+
+    def _pinned(self, shape: tuple[int, ...]) -> Int32Array:
+        array: Int32Array = self._runtime.pinned(shape, torch.int32).numpy()
+        return array
 
     def no_drafts(self, count: int) -> Tensor:
         """[count, 0] int32."""

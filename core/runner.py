@@ -41,6 +41,7 @@ class Drawn:
         drafts: [R, D] int32; D is 0 when nothing was drafted.
         draft_logits: [R, D, V] float32, for rejection.
         confidences: [R, D] float32, None when nothing was drafted.
+        is_collected: the host has seen its tokens.
     """
 
     count: int
@@ -55,6 +56,12 @@ class Drawn:
     drafts: Tensor
     draft_logits: Tensor | None = None
     confidences: Tensor | None = None
+    is_collected: bool = False
+
+    @property
+    def tells_more(self) -> bool:
+        """Whether it holds anything that the host did not know when it planned the step behind it."""
+        return not self.is_collected or self.drafts.shape[1] > 0
 
 
 @dataclass
@@ -118,7 +125,7 @@ class StepRunner:
         picks = _pick_rows(plan)
         batch = self._executor.batch(meta, picks.logits_rows)
         links = np.fromiter((r.draw for r in plan.requests), dtype=np.int32, count=len(plan.requests))
-        if previous is not None and (links >= 0).any():
+        if previous is not None and previous.tells_more and (links >= 0).any():
             self._correct(batch, previous, self._executor.send(links))
         else:
             previous = None

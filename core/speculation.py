@@ -166,6 +166,7 @@ class Drafting:
         self.policy = policy
         self.stats = SpeculationStats([0] * draft.num_tokens, [0] * draft.num_tokens)
         self._length = policy.num_drafts
+        self._seconds = 0.0
 
     @property
     def length(self) -> int:
@@ -222,8 +223,14 @@ class Drafting:
             temperatures=self._temperatures,
             with_logits=self._rejection,
         )
-        self.policy.observe_draft(time.perf_counter() - start)
+        self._seconds = time.perf_counter() - start
+        self.policy.observe_draft(self._seconds)
         return output
+
+    def take_seconds(self) -> float:
+        """Seconds of the newest draft pass, once."""
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds
 
     def record(self, verified: int, accepted: int) -> None:
         """Count one request's finished verification."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -19,6 +19,14 @@ from deepinfer.models.interface import Model
 from deepinfer.models.registry import LoadOptions, load_model
 from deepinfer.ops.backend import BindContext
 from deepinfer.ops.registry import OpTable, find_backend, parse_overrides
+
+
+class DraftBinder(Protocol):
+    """Something that gives a model another draft."""
+
+    def bind(self, model: Model) -> Model:
+        """The model with this draft, to be given to the engine in its place."""
+        ...
 
 
 def merge_config(folder: str, config: str | Path | EngineConfig | None, settings: EngineSettings) -> EngineConfig:
@@ -41,6 +49,7 @@ def build_engine(
     config: EngineConfig,
     tokenizer: Tokenizer | None,
     on_load: Callable[[int, int], None] | None,
+    draft: DraftBinder | None = None,
 ) -> tuple[Engine, Tokenizer | None, ChatFormat | None]:
     """The engine of a model object, or of the checkpoint that `config` names.
 
@@ -49,6 +58,7 @@ def build_engine(
         config: validated settings.
         tokenizer: used in place of the checkpoint's.
         on_load: called with (tensors done, tensors in all) while weights load.
+        draft: takes the place of the model's own draft.
 
     Returns:
         The engine, its tokenizer and its chat format, None where there is none.
@@ -75,10 +85,12 @@ def build_engine(
             max_model_len=config.max_model_len,
             kv_rounding=config.kv_rounding,
             activation_rounding=config.rounds_activations,
-            draft=config.load_draft or config.speculation != "off",
+            draft=config.load_draft or (config.speculation != "off" and draft is None),
             vision=config.load_vision,
             engram=config.engram,
             progress=on_load,
         )
         model = load_model(config.model, ops, options, tokenizer)
+    if draft is not None:
+        model = draft.bind(model)
     return Engine(model, config, ops, tokenizer), tokenizer, chat_format(model.info.name)

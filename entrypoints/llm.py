@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any, Unpack
 from torch import Tensor
 
 from deepinfer.core.config import EngineConfig, EngineSettings
-from deepinfer.core.errors import ConfigError, RequestError
+from deepinfer.core.errors import RequestError
 from deepinfer.core.outputs import RequestOutput
 from deepinfer.core.sampling_params import SamplingParams
 from deepinfer.core.tokenizer import Tokenizer
-from deepinfer.entrypoints.build import build_engine, merge_config
+from deepinfer.entrypoints.build import DraftBinder, build_engine, merge_config
 from deepinfer.entrypoints.prompts import (
     ChatFormat,
     ChatOutput,
@@ -60,7 +60,8 @@ class LLM:
     Args:
         model: a checkpoint folder, or an object that satisfies `deepinfer.models.interface.Model`.
         tokenizer: replaces the checkpoint's own: a folder with `tokenizer.json`, or a `Tokenizer`.
-        draft: a draft model for speculation; not supported yet.
+        draft: proposes tokens in place of the checkpoint's own draft blocks: an object whose `bind(model)` gives the
+            model with that draft, such as `deepinfer.testing.ScriptedDraft`. Turns speculation on unless it is set.
         config: a TOML or JSON file of settings, or an `EngineConfig`.
         on_load: called with (tensors done, tensors in all) while weights load.
         settings: fields of `EngineConfig`, such as `backend`, `dtype`, `max_model_len`, `num_kv_blocks`, `seed`.
@@ -76,19 +77,19 @@ class LLM:
         model: str | Path | Model = "",
         *,
         tokenizer: str | Path | Tokenizer | None = None,
-        draft: object | None = None,
+        draft: DraftBinder | None = None,
         config: str | Path | EngineConfig | None = None,
         on_load: Callable[[int, int], None] | None = None,
         **settings: Unpack[EngineSettings],
     ) -> None:
-        if draft is not None:
-            raise ConfigError("draft: speculation is not supported yet; leave it out")
         folder = str(model) if isinstance(model, str | Path) else ""
+        if draft is not None:
+            settings.setdefault("speculation", "coupled")
         settled = merge_config(folder, config, settings)
         if not isinstance(tokenizer, Tokenizer | None):
             tokenizer = Tokenizer.from_dir(tokenizer)
         puppet = None if isinstance(model, str | Path) else model
-        self._attach(*build_engine(puppet, settled, tokenizer, on_load))
+        self._attach(*build_engine(puppet, settled, tokenizer, on_load, draft))
 
     @classmethod
     def from_engine(cls, engine: Engine, *, tokenizer: Tokenizer | None = None, chat: ChatFormat | None = None) -> LLM:

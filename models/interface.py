@@ -56,6 +56,20 @@ class StateSpec:
 
 
 @dataclass(frozen=True)
+class ReplaySpec:
+    """How a model's prompts may be cut short: only the last rows of a prompt run in its later, decoder layers.
+
+    Attributes:
+        window: positions a query sees in its window, the least that may be kept.
+        keep_tokens: rows of a prompt that are kept by default. They do not depend on what is loaded or drafted, so that
+            answers do not either.
+    """
+
+    window: int
+    keep_tokens: int
+
+
+@dataclass(frozen=True)
 class CacheSpec:
     """Everything that a model keeps between steps.
 
@@ -65,6 +79,7 @@ class CacheSpec:
         states: open groups, one slot per sequence.
         window: positions a query sees in its window, itself included.
         ngram: tokens a row's hash looks at, itself included; 1 when it looks at none before it.
+        replay: how prompts may be cut short; None for a model that always runs all rows in all layers.
     """
 
     block_records: tuple[RecordSpec, ...] = ()
@@ -72,6 +87,7 @@ class CacheSpec:
     states: tuple[StateSpec, ...] = ()
     window: int = 1
     ngram: int = 1
+    replay: ReplaySpec | None = None
 
     @property
     def ratios(self) -> tuple[int, ...]:
@@ -118,8 +134,12 @@ class StepBatch:
         packed_ratio_slots: [ratios, T] int32, what `ratio_slots` are the rows of, in its order.
         state_slots: [S] int32.
         history: [S, ngram - 1] int32, tokens before the first row, newest first, -1 for none.
-        logits_rows: [n] int32, rows whose logits are wanted.
+        logits_rows: [n] int32, rows whose logits are wanted; places in `decoder_rows` where that is given.
         max_seq_len: host bound on `seq_lens`.
+        decoder_starts: [S] int32, the first position of each sequence that decoder layers see in their windows; None
+            where no window reaches below it. Only for a model with `CacheSpec.replay`.
+        decoder_rows: [n] int32 ascending, the rows that go on into the decoder layers, with `decoder_starts`; None for
+            all. The others end behind the records that the first decoder layer stores for every token.
     """
 
     input_ids: Tensor
@@ -138,6 +158,8 @@ class StepBatch:
     history: Tensor
     logits_rows: Tensor
     max_seq_len: int
+    decoder_starts: Tensor | None = None
+    decoder_rows: Tensor | None = None
 
 
 @dataclass(frozen=True)

@@ -52,6 +52,28 @@ def build_swa_index(
     return torch.where(held & (page > 0), slot, -1).int()
 
 
+@define_op(mutates=("indices",), tolerance=EXACT, determinism="D2", cases=choosing.clip_window_cases)
+def clip_window(indices: Tensor, positions: Tensor, row_to_seq: Tensor, starts: Tensor) -> None:
+    """Hide from each row's window the positions before its sequence's start, in place.
+
+    Args:
+        indices: [T, window] int32 from `build_swa_index`: column c is position `t - window + 1 + c`. What stands for a
+            position below the start becomes -1.
+        positions: [T] int32.
+        row_to_seq: [T] int32.
+        starts: [S] int32, the first visible position of each sequence; 0 hides nothing.
+
+    Source: bounded replay of DeepSeek-V4.1-Flash (model specification, section 9).
+    """
+    if indices.shape[0] == 0:
+        return
+    window = indices.shape[1]
+    offset = torch.arange(window, device=indices.device)
+    position = positions.long()[:, None] - (window - 1) + offset
+    hidden = position < starts.long()[row_to_seq.long()][:, None]
+    indices.masked_fill_(hidden, -1)
+
+
 @define_op(tolerance=EXACT, determinism="D2", cases=choosing.build_dense_index_cases)
 def build_dense_index(visible_lens: Tensor, num_columns: int) -> Tensor:
     """Every visible compressed position of each row: 0, 1, ... then -1.

@@ -50,6 +50,16 @@ def build_swa_index(
     return out
 
 
+@BACKEND.implements(index_ops.clip_window)
+def clip_window(indices: Tensor, positions: Tensor, row_to_seq: Tensor, starts: Tensor) -> None:
+    """The columns to hide are the first of each row, so one comparison of column numbers decides."""
+    rows, window = indices.shape
+    if rows == 0:
+        return
+    hidden = starts.index_select(0, row_to_seq) - positions + (window - 1)
+    indices.masked_fill_(torch.arange(window, dtype=torch.int32) < hidden[:, None], -1)
+
+
 @BACKEND.implements(index_ops.build_dense_index)
 def build_dense_index(visible_lens: Tensor, num_columns: int) -> Tensor:
     """0, 1, ... then -1."""

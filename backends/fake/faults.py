@@ -56,6 +56,8 @@ class FaultPlan:
 
     def at_run(self, name: str) -> Fault | None:
         """The fault that this piece of work meets as it runs."""
+        if not self.faults:
+            return None
         copies = ("slow_copy",) if name in ("to_device", "to_host") else ()
         return self._strikes(name, "lost_device", "dead_rank", *copies)
 

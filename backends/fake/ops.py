@@ -47,13 +47,15 @@ class FakePlan:
         op: the contract.
         host: what computes it, on host tensors.
         runtime: the device.
-        capturable: its results are known before it runs, so the host need not wait.
+        capturable: the shapes of its results are known before it runs, so the host need not wait.
+        names: of its parameters, in order.
     """
 
     op: OpSpec[..., Any]
     host: Plan
     runtime: FakeRuntime
     capturable: bool
+    names: tuple[str, ...]
     scratch_bytes: int = 0
     persistent_bytes: int = 0
 
@@ -70,21 +72,22 @@ class FakePlan:
             HostAccessError: an argument is a tensor of the host.
             LaunchError: a fault.
         """
-        bound = self.op.signature.bind(*inputs, **options)
-        bound.apply_defaults()
-        arguments = bound.arguments
+        arguments = dict(zip(self.names, inputs, strict=False))
+        if options or len(inputs) != len(self.names):
+            bound = self.op.signature.bind(*inputs, **options)
+            bound.apply_defaults()
+            arguments = bound.arguments
         reads: list[Ref] = []
         writes: list[Ref] = []
-        on_host = _HOST_ARGUMENTS.get(self.op.name, frozenset())
         taken = {
-            name: self._take(value, name, writes if name in self.op.mutates else reads, name in on_host)
+            name: self._take(value, name, writes if name in self.op.mutates else reads)
             for name, value in arguments.items()
         }
         result = self._results(arguments) if out is None else out
         if result is _UNKNOWN:
             return self._run_and_wait(taken, reads, writes)
         targets: list[Ref] = []
-        self._take(result, "out", targets, False)
+        self._take(result, "out", targets)
 
         def compute() -> None:
             got: list[Tensor] = []
@@ -117,14 +120,19 @@ class FakePlan:
         except Exception:  # references may look at values; then the op itself must say
             return _UNKNOWN
 
-    def _take(self, value: Any, name: str, refs: list[Ref], on_host: bool) -> Any:
+    def _take(self, value: Any, name: str, refs: list[Ref]) -> Any:
         """An argument as queued work holds it: memory by `Ref`, so that it lives no longer than the program wants."""
+        if isinstance(value, FakeTensor):
+            refs.append(value.ref())
+            return refs[-1]
+        if value is None or isinstance(value, int | float | str | torch.dtype):
+            return value
 
         def take(tensor: Tensor) -> Any:
             if isinstance(tensor, FakeTensor):
                 refs.append(tensor.ref())
                 return refs[-1]
-            if not on_host:
+            if name not in _HOST_ARGUMENTS.get(self.op.name, ()):
                 raise HostAccessError(f"op {self.op.name}", f"its argument {name} is a tensor on {tensor.device}")
             return tensor
 
@@ -182,7 +190,8 @@ def _register(op: OpSpec[..., Any]) -> None:
     def bind(dims: Dims, ctx: BindContext) -> FakePlan:
         if not isinstance(ctx.runtime, FakeRuntime):
             raise OpArgumentError(f"the fake backend runs on a FakeRuntime, got {type(ctx.runtime).__name__}")
-        return FakePlan(op, _host_plan(op, dims, ctx), ctx.runtime, capturable=op.name in RESULTS)
+        host = _host_plan(op, dims, ctx)
+        return FakePlan(op, host, ctx.runtime, capturable=op.name in RESULTS, names=tuple(op.signature.parameters))
 
     bind.__name__ = op.name
     BACKEND.implements_plan(op)(bind)

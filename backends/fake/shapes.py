@@ -84,6 +84,11 @@ def _o_rope(new: New, a: Arguments) -> Any:
     return new((rows, a.num_groups, heads // a.num_groups * dim), a.o.dtype)
 
 
+def _draft_rows(new: New, a: Arguments) -> Any:
+    count = a.anchor_ids.shape[0] * a.num_tokens
+    return *(new((count,), _I32) for _ in range(5)), new((count, a.num_tokens), _I32)
+
+
 RESULTS: Final[Mapping[str, Callable[[New, Arguments], Any]]] = {
     "rms_norm": lambda new, a: _like(new, a.x),
     "rms_norm_quant": lambda new, a: (_codes(new, tuple(a.x.shape), a.fmt), _like(new, a.x)),
@@ -104,6 +109,7 @@ RESULTS: Final[Mapping[str, Callable[[New, Arguments], Any]]] = {
     "vision_attn": lambda new, a: _like(new, a.q),
     "kv_compress": lambda new, a: new(tuple(a.value.shape), a.out_dtype),
     "build_swa_index": lambda new, a: new((a.positions.shape[0], a.window), _I32),
+    "clip_window": _nothing,
     "build_dense_index": lambda new, a: new((a.visible_lens.shape[0], a.num_columns), _I32),
     "concat_index": lambda new, a: new((a.first.shape[0], a.first.shape[1] + a.second.shape[1]), _I32),
     "visible_lens": lambda new, a: new(tuple(a.positions.shape), _I32),
@@ -148,4 +154,12 @@ RESULTS: Final[Mapping[str, Callable[[New, Arguments], Any]]] = {
     "token_logprobs": _token_logprobs,
     "verify": lambda new, a: (new((a.cu_seqlens.shape[0] - 1,), _I32), new((a.logits.shape[0],), _I32)),
     "advance_step": _nothing,
+    "advance_history": _nothing,
+    "rewind": _nothing,
+    "last_emitted": lambda new, a: new((a.starts.shape[0],), _I32),
+    "gather_ids": lambda new, a: new((a.rows.shape[0],), _I32),
+    "known_ids": lambda new, a: new((a.token_ids.shape[0],), _I32),
+    "shift": lambda new, a: new((a.values.shape[0],), _I32),
+    "concat_columns": lambda new, a: new((a.parts[0].shape[0], sum(p.shape[1] for p in a.parts)), a.parts[0].dtype),
+    "draft_rows": _draft_rows,
 }

@@ -25,10 +25,10 @@ from deepinfer.ops.errors import DeviceLostError, RankDeadError
 _MAX_PENDING: Final = 4096
 """A queue as long as this makes the host wait, as a hard one does."""
 _LOG: Final = 4096
-_EARLY: Final = 0.02
+_EARLY: Final = 0.01
 """Chance that a submission makes a few pieces run at once."""
-_BURST: Final = 0.7
-"""Chance that the device stays on the stream it worked on last, so that others fall far behind."""
+_BURST: Final = 0.85
+"""Chance that the device goes on with its favourite stream, so that others fall far behind."""
 
 
 @dataclass(slots=True, eq=False)
@@ -104,7 +104,7 @@ class Device:
         self._failure: Exception | None = None
         self._dead_rank: int | None = None
         self._pending = 0
-        self._last = 0
+        self._favourite = 0
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="fake-device")
 
     def submit(self, work: Work, stream: int) -> Work:
@@ -129,7 +129,7 @@ class Device:
         Raises:
             RankDeadError: no progress is possible.
         """
-        if self._pending:
+        if self._pending and (work is None or not work.done):
             self._work(None, work)
         if self._dead_rank is not None and (self._pending if work is None else not work.done):
             time.sleep(self._patience)
@@ -158,6 +158,9 @@ class Device:
         self._thread.submit(self._run, count, until).result()
 
     def _run(self, count: int | None, until: Work | None) -> None:
+        # A host that waits for one stream is the best moment to neglect the others.
+        neglect = until is not None and self._random.random() < 0.5
+        self._favourite = until.stream if neglect and until is not None else self._random.choice(self.streams).number
         with torch.inference_mode():
             while (count is None or count > 0) and (until is None or not until.done) and self._dead_rank is None:
                 ready = [s for s in self.streams if s.queue and (s.queue[0].after is None or s.queue[0].after.done)]
@@ -180,13 +183,10 @@ class Device:
                 count = None if count is None else count - 1
 
     def _pick(self, ready: list[Stream]) -> Stream:
-        if len(ready) == 1:
-            chosen = ready[0]
-        else:
-            stay = [s for s in ready if s.number == self._last and self._random.random() < _BURST]
-            chosen = stay[0] if stay else self._random.choice(ready)
-        self._last = chosen.number
-        return chosen
+        favourite = [s for s in ready if s.number == self._favourite]
+        if favourite and (len(ready) == 1 or self._random.random() < _BURST):
+            return favourite[0]
+        return self._random.choice(ready)
 
     def _do(self, work: Work) -> None:
         if work.run is None:

@@ -44,6 +44,7 @@ class FakeTensor(Tensor):
 
     allocation: Allocation
     shadow: Tensor
+    _ref: Ref | None
 
     @staticmethod
     def __new__(cls, allocation: Allocation, shadow: Tensor) -> FakeTensor:
@@ -58,6 +59,7 @@ class FakeTensor(Tensor):
         )
         made.allocation = allocation
         made.shadow = shadow
+        made._ref = None
         return made
 
     def __init__(self, allocation: Allocation, shadow: Tensor) -> None:
@@ -65,8 +67,20 @@ class FakeTensor(Tensor):
 
     def ref(self) -> Ref:
         """What queued work holds; for the runtime and op implementations."""
-        shadow = self.shadow
-        return self.allocation.ref(shadow.dtype, shadow.shape, shadow.stride(), shadow.storage_offset())
+        if self._ref is None:
+            shadow = self.shadow
+            self._ref = self.allocation.ref(shadow.dtype, shadow.shape, shadow.stride(), shadow.storage_offset())
+        return self._ref
+
+    @property
+    def shape(self) -> torch.Size:  # type: ignore[override]
+        """Sizes; asked so often that it goes around `__torch_function__`."""
+        return self.shadow.shape
+
+    @property
+    def dtype(self) -> torch.dtype:  # type: ignore[override]
+        """Element type; as `shape`."""
+        return self.shadow.dtype
 
     def __repr__(self, *, tensor_contents: None = None) -> str:
         shadow = self.shadow

@@ -132,7 +132,7 @@ class BackboneAttention(Attention[StepContext]):
     def _keys(self, x: Rows, latent: Rows, step: StepContext) -> Keys:
         window = step.caches.records(self._window)
         self.window_kv.store(x, step.positions, window, step.batch.window_slots)
-        if self.compressor is not None:
+        if self.compressor is not None and not step.is_cut:
             self.compressor(x, step)
         if self.indexer is not None:
             self.indexer(x, latent, step)

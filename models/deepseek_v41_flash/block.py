@@ -90,11 +90,15 @@ class Block(Generic[C]):
             h = self.engram(h, engram_rows)
         return h
 
+    def attention_input(self, h: Tensor, pre: Tensor) -> Rows:
+        """What the attention reads of streams [T, M, H] and read weights [T, M]: [T, H] normed rows."""
+        return self._normed(self._attn_norm, h, pre)
+
     def __call__(self, h: Tensor, pre: Tensor, step: C) -> tuple[Tensor, Tensor]:
         """Streams [T, M, H] and read weights [T, M] to the next layer's."""
         step.observe(f"{self.name}.pre_mix_in", pre)
         next_pre, post, comb = self._attn_mixer.mix(h)
-        y = self.attention(self._normed(self._attn_norm, h, pre), step)
+        y = self.attention(self.attention_input(h, pre), step)
         step.observe(f"{self.name}.attn_out", y)
         h = self._attn_mixer.write(y, h, post, comb)
         last_pre, post, comb = self._ffn_mixer.mix(h)

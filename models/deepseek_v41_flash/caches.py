@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from deepinfer.models.deepseek_v41_flash.config import TextConfig
-from deepinfer.models.interface import CacheSpec, RecordSpec, StateSpec
+from deepinfer.models.interface import CacheSpec, RecordSpec, ReplaySpec, StateSpec
 from deepinfer.ops.formats import CacheFormat, CacheKind
 
 
@@ -55,10 +55,12 @@ def cache_spec(config: TextConfig, kv_rounding: bool, draft: bool = False) -> Ca
     names = [window_name(layer) for layer in range(config.num_hidden_layers)]
     if draft:
         names += [draft_window_name(block) for block in range(config.num_nextn_predict_layers)]
+    window = config.sliding_window
     return CacheSpec(
         block_records=tuple(blocks),
         window_records=tuple(RecordSpec(name, record("fp8", config.head_dim)) for name in names),
         states=tuple(states),
-        window=config.sliding_window + (1 if draft else 0),
+        window=window + (1 if draft else 0),
         ngram=config.engram_max_ngram_size if config.engram_layer_ids else 1,
+        replay=ReplaySpec(window, window + 2 * (config.dspark_block_size + 1)) if config.splits_prompts else None,
     )

@@ -132,6 +132,16 @@ class TextConfig:
         return ratios.index(1) if 1 in ratios else self.num_layers
 
     @property
+    def splits_prompts(self) -> bool:
+        """Whether the layers from `first_decoder_layer` on read nothing of early rows but what that layer stores.
+
+        They must not have Engram or compressed KV of their own.
+        """
+        first = self.first_decoder_layer
+        sources = [*self.kv_source_layer_ids, *(layer + 1 for layer in self.engram_layer_ids)]
+        return first < self.num_layers and max(sources, default=0) <= first
+
+    @property
     def ratios(self) -> tuple[int, ...]:
         """Distinct compress ratios above 0, ascending."""
         return tuple(sorted({r for r in self.compress_ratios if r}))

@@ -12,12 +12,13 @@ from torch import Tensor
 from deepinfer.models.deepseek_v41_flash.attention import BackboneAttention
 from deepinfer.models.deepseek_v41_flash.block import Block
 from deepinfer.models.deepseek_v41_flash.caches import cache_spec
+from deepinfer.models.deepseek_v41_flash.compressor import Compressor
 from deepinfer.models.deepseek_v41_flash.config import ModelConfig, TextConfig
 from deepinfer.models.deepseek_v41_flash.draft import DSparkDraft
 from deepinfer.models.deepseek_v41_flash.engram import EngramHash
 from deepinfer.models.deepseek_v41_flash.engram_tables import EngramConstants
 from deepinfer.models.deepseek_v41_flash.linear import Linear, Norm, Numerics, place
-from deepinfer.models.deepseek_v41_flash.step import StepBuilder
+from deepinfer.models.deepseek_v41_flash.step import StepBuilder, StepContext
 from deepinfer.models.deepseek_v41_flash.weights import ModelWeights
 from deepinfer.models.interface import Caches, ModelInfo, StepBatch, Tap
 from deepinfer.ops.heads import embedding, gather_rows, stream_mean
@@ -63,8 +64,12 @@ class DeepseekV41Flash:
         tables = {False: place(ops, plain), True: place(ops, scaled)}
         self._embed = place(ops, weights.embed)
         self.layers = []
+        self._first_decoder = text.first_decoder_layer
+        self._shared_entries: Compressor | None = None
         for i, layer in enumerate(weights.layers):
             attention = BackboneAttention(ops, text, i, layer, tables[text.compress_ratios[i] > 0], numerics)
+            if i == self._first_decoder:
+                self._shared_entries = attention.compressor
             per_token = text.num_experts_per_tok
             self.layers.append(Block(ops, text, f"layers.{i}", layer, attention, numerics, per_token=per_token))
         self._engram = EngramHash(ops, text, engram) if engram is not None else None
@@ -91,10 +96,19 @@ class DeepseekV41Flash:
             h = layer.inject(h, engram_rows.get(i), step)
             if i in self._targets:
                 features.append(self._mean(h))
+            if i == self._first_decoder:
+                step, whole = self._build_step.decoder(step), step
+                if step.is_cut and batch.decoder_rows is not None and self._shared_entries is not None:
+                    self._shared_entries(layer.attention_input(h, pre), whole)
+                    if step.positions.shape[0] == 0:
+                        return self._logits(h, pre, batch.logits_rows, step)
+                    h, pre, *features = (self._gather(x, batch.decoder_rows) for x in (h, pre, *features))
             h, pre = layer(h, pre, step)
         if self.draft is not None:
             self.draft.store_context(features, step)
-        rows = batch.logits_rows
+        return self._logits(h, pre, batch.logits_rows, step)
+
+    def _logits(self, h: Tensor, pre: Tensor, rows: Tensor, step: StepContext) -> Tensor:
         final = self._norm(self._read(self._gather(h, rows), self._gather(pre, rows)))
         step.observe("final_norm", final.plain)
         return self._head(final)

@@ -73,6 +73,31 @@ def build_swa_index_cases() -> Iterable[Case]:
     )
 
 
+def clip_window_cases() -> Iterable[Case]:
+    """Starts of -1, 0 and +1 around a row and the ends of its window, several sequences, holes."""
+
+    def make(gen: Generator, ends: tuple[int, ...], starts: tuple[int, ...], window: int, rows: int) -> dict[str, Any]:
+        meta = packed(tuple(min(rows, end) for end in ends), ends)
+        positions = meta["positions"]
+        indices = integers(gen, 999, len(positions), window, low=-1)
+        return {
+            "indices": indices,
+            "positions": positions,
+            "row_to_seq": meta["row_to_seq"],
+            "starts": torch.tensor(starts, dtype=torch.int32),
+        }
+
+    rows_of = ("indices", "positions", "row_to_seq")
+    yield Case("MN-5 no rows", bound(make, ends=(0,), starts=(3,), window=8, rows=4), "small", rows_of)
+    yield Case("MN-5 no sequences", bound(make, ends=(), starts=(), window=8, rows=4), "small", rows_of)
+    for around in (-1, 0, 1):
+        starts = (0, 20 + around, 13 + around, 29 + around)
+        sizes = {"ends": (30, 30, 21, 30), "starts": starts, "window": 8, "rows": 11}
+        yield Case(f"start {around:+d}", bound(make, **sizes), "small", rows_of)
+    sizes = {"ends": (40, 4096), "starts": (0, 4096 - 140), "window": 128, "rows": 300}
+    yield Case("model window", bound(make, **sizes), "real", rows_of)
+
+
 def build_dense_index_cases() -> Iterable[Case]:
     """Nothing visible, everything visible, more columns than entries."""
 
@@ -326,12 +351,19 @@ def topk_select_cases() -> Iterable[Case]:
         x[torch.arange(columns) >= lens[:, None]] = 1e30
         return {"x": x.to(dtype), "k": k, "lens": lens}
 
+    def close(gen: Generator) -> dict[str, Any]:
+        """Values that differ in their last bits only, both signs."""
+        args = make(gen, 12, 70, 16, torch.float32)
+        sign = torch.where(torch.arange(12) % 2 == 0, 1.0, -1.0)[:, None]
+        return {**args, "x": sign * (1 + integers(gen, 64, 12, 70).float() * 2.0**-23)}
+
     for dtype in FLOATS:
         names = ((f"{n}, {short(dtype)}", {"rows": r, "columns": 50, "k": 8, "dtype": dtype}) for n, r in row_counts())
         yield from cases_of(make, rows_of, names)
         for dress in ("ties", "equal", "zeros", "broken", "tiny"):
             keywords = {"rows": 20, "columns": 70, "k": 16, "dtype": dtype, "dress": dress}
             yield Case(f"{dress}, {short(dtype)}", bound(make, **keywords), "small", rows_of)
+    yield Case("close values", close, "small", rows_of)
     for columns, k in ((0, 4), (3, 8), (8, 8), (9, 8), (1, 1), (1025, 512)):
         keywords = {"rows": 7, "columns": columns, "k": k, "dtype": torch.float32}
         yield Case(f"{k} of {columns}", bound(make, **keywords), "small", rows_of)

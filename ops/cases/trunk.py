@@ -272,7 +272,8 @@ def engram_gate_cases() -> Iterable[Case]:
         if dress == "zero":
             streams[::2] = 0.0
             streams[1::4] = -0.0
-            kv[::3] = 0.0
+            kv[::3, : m * h] = 0.0  # a dot product of zero: its sign decides, and the stream cancels the rest
+            streams[::3] = -0.5 * kv[::3, None, m * h :]
         return {
             "h": streams,
             "kv": kv,

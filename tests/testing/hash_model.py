@@ -2,9 +2,9 @@
 
 It keeps what V4.1 keeps: window records of an early and a late layer, block records at ratio 1 and 2, an open group for
 ratio 2, and an n-gram history. A record is a 64-bit hash, stored as the bits of two floats. Each layer hashes what it
-reads back through tables, pages and slots, so records depend on the whole sequence before them and a stale, missing or
-foreign one changes all logits after it. Integer sums have no order, so chunks, batches and rollbacks change nothing, and
-`expected_logits` gives the truth without an engine.
+reads back through tables, pages and slots, so records depend on the whole sequence before them, and a stale, missing or
+foreign one changes the logits of all rows that see it. Integer sums have no order, so chunks, batches and rollbacks
+change nothing, and `expected_logits` gives the truth without an engine.
 
 It computes on the host, with no arithmetic but wrapping integers.
 """
@@ -130,12 +130,12 @@ class HashModel:
 
     def _seen(self, records: Int64Array) -> Int64Array:
         """Sum of the tagged records that each position's window holds."""
-        total = np.concatenate((np.zeros(self.cache_spec.window, np.int64), _tagged(records).cumsum()))
+        total: Int64Array = np.concatenate((np.zeros(self.cache_spec.window, np.int64), _tagged(records).cumsum()))
         return total[self.cache_spec.window :] - total[: len(records)]
 
     def _ngrams(self, context: Int64Array, at: IntArray) -> Int64Array:
         """Hash of the tokens that end at places `at` of `context`."""
-        code = context[at]
+        code: Int64Array = context[at]
         for back in range(1, self.cache_spec.ngram):
             code *= _MIX
             code += context[at - back]
@@ -204,9 +204,7 @@ class _Records:
         page = slots // self._per_page
         self.words[slots + page * (self.stride - self._per_page)] = values
 
-    def exchange(
-        self, tables: IntArray, rows: _Rows, slots: Tensor, values: Int64Array, ratio: int
-    ) -> Int64Array:
+    def exchange(self, tables: IntArray, rows: _Rows, slots: Tensor, values: Int64Array, ratio: int) -> Int64Array:
         """Store the entries that rows complete; return per row the sum of all tagged entries it may see."""
         targets = slots.numpy()[: len(values)]
         if ratio > 1:

@@ -14,7 +14,18 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from deepinfer.models.interface import Caches, CacheSpec, Draft, ModelInfo, RecordSpec, StepBatch, Tap
+from deepinfer.models.interface import (
+    Caches,
+    CacheSpec,
+    Choose,
+    Draft,
+    DraftBatch,
+    DraftOutput,
+    ModelInfo,
+    RecordSpec,
+    StepBatch,
+    Tap,
+)
 from deepinfer.ops.formats import CacheFormat, PagedCache
 
 LogitsFn = Callable[[Sequence[int]], ArrayLike]
@@ -87,6 +98,31 @@ class PuppetModel:
         return torch.from_numpy(out)
 
 
+class NullDraft:
+    """A draft that costs nothing: token 0 with confidence 1 in every place; `NullModel`, greedy, accepts all of it."""
+
+    def __init__(self, num_tokens: int) -> None:
+        self.num_tokens = num_tokens
+
+    def new_scratch(self, num_seqs: int) -> PagedCache:
+        """A record per sequence that nobody uses."""
+        return PagedCache(torch.zeros((num_seqs, 4), dtype=torch.uint8), CacheFormat("f32", 1), 1)
+
+    def draft(
+        self,
+        batch: DraftBatch,
+        caches: Caches,
+        choose: Choose | None = None,
+        *,
+        temperatures: Sequence[float] = (),
+        with_logits: bool = False,
+        tap: Tap | None = None,
+    ) -> DraftOutput:
+        """Zeros and ones."""
+        shape = (len(batch.anchor_ids), self.num_tokens)
+        return DraftOutput(torch.zeros(shape, dtype=torch.int32), torch.ones(shape))
+
+
 class NullModel:
     """A model that costs nothing: equal logits in every row. For measuring the host's own time.
 
@@ -94,12 +130,20 @@ class NullModel:
         vocab_size: ids run from 0 to `vocab_size` - 1.
         cache_spec: what to pretend to keep; metadata is written for its ratios.
         max_position: longest sequence.
+        num_drafts: give it a `NullDraft` of so many tokens.
     """
 
-    def __init__(self, vocab_size: int, *, cache_spec: CacheSpec | None = None, max_position: int = 1 << 20) -> None:
+    def __init__(
+        self,
+        vocab_size: int,
+        *,
+        cache_spec: CacheSpec | None = None,
+        max_position: int = 1 << 20,
+        num_drafts: int = 0,
+    ) -> None:
         self.info = ModelInfo("null", vocab_size, max_position)
         self.cache_spec = cache_spec or CacheSpec()
-        self.draft: Draft | None = None
+        self.draft: Draft | None = NullDraft(num_drafts) if num_drafts else None
         self._row = torch.zeros(1, vocab_size)
 
     def forward(self, batch: StepBatch, caches: Caches, tap: Tap | None = None) -> Tensor:

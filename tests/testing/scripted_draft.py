@@ -32,7 +32,7 @@ from deepinfer.ops.formats import CacheFormat, PagedCache
 from deepinfer.testing.puppet import TokenRecords
 
 DraftFn = Callable[[list[int]], Sequence[Any]]
-"""Called with a sequence's token ids, the newest included; gives (tokens, confidences) or (tokens, confidences, logits).
+"""Called with a sequence's token ids, the newest included; gives (tokens, confidences), or also logits behind these.
 
 Tokens and confidences are [n] and logits [n, vocab], n of any size: what is missing counts as token 0 with confidence
 0, what is too much is left out. With logits, the tokens are what would be chosen without noise."""
