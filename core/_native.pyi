@@ -57,9 +57,9 @@ class KVPool:
     > n - window, and a rollback takes back at most lookback - window computed tokens, so everything from
     n - lookback + 1 on is kept: the first page held is `max(0, n - lookback + 1) // window_page`.
 
-    After `enable_prefix`, full blocks and their window pages stay findable by token ids when their sequences have ended.
-    Those that no sequence holds count as free, and are given up, least recently used first, when others run out. What
-    sequences share is never written: a sequence starts at a block boundary, behind all that it adopts.
+    After `enable_prefix`, full blocks and their window pages stay findable by token ids when their sequences have
+    ended. Those that no sequence holds count as free, and are given up, least recently used first, when others run out.
+    What sequences share is never written: a sequence starts at a block boundary, behind all that it adopts.
     """
 
     def __init__(
@@ -122,6 +122,9 @@ class KVPool:
     def num_computed(self, seq: int) -> int:
         """Positions, from 0, whose records are stored."""
 
+    def num_replayed(self, seq: int) -> int:
+        """Of these positions, those at their end whose rows are to run again, until the first `commit`."""
+
     def first_page(self, seq: int) -> int:
         """The page index (position // window_page) of the first window page held."""
 
@@ -145,15 +148,24 @@ class KVPool:
             ValueError: it is enabled already, or `page_interval` is below 1.
         """
 
-    def match(self, token_ids: _Int32Array, salt: int = 0) -> tuple[int, int]:
-        """What `open(token_ids, salt, use_prefix=True)` would adopt; changes nothing and is not counted.
+    def match(
+        self, token_ids: _Int32Array, salt: int = 0, max_stored: int = 2**31 - 1, replay: int = 0
+    ) -> tuple[int, int]:
+        """What `open(token_ids, salt, True, max_stored, replay)` would adopt; changes nothing and is not counted.
 
         Returns:
             The number of tokens, a multiple of `block_size` below `len(token_ids)`, and how many of its blocks no
             sequence holds: `num_free_blocks` falls by as many.
         """
 
-    def open(self, token_ids: _Int32Array, salt: int = 0, use_prefix: bool = False) -> int:
+    def open(
+        self,
+        token_ids: _Int32Array,
+        salt: int = 0,
+        use_prefix: bool = False,
+        max_stored: int = 2**31 - 1,
+        replay: int = 0,
+    ) -> int:
         """Start a sequence of these tokens and return its handle.
 
         It holds no memory, unless `use_prefix` finds a stored prefix whose last window pages are stored as well: then
@@ -163,6 +175,10 @@ class KVPool:
             token_ids: prompt, and outputs so far where a sequence is resumed.
             salt: only sequences of equal salt share anything; 0 to 2**64 - 1.
             use_prefix: look the tokens up, and enter what is computed. Without `enable_prefix` it does nothing.
+            max_stored: longest prefix to adopt with its window pages.
+            replay: above 0, a longer prefix is adopted without its window pages where that saves rows. At least so many
+                tokens at its end run again, from a page boundary on: `write_step` gives them window slots and no
+                others, and the first `commit` comes when all of them have run. What follows is not entered.
 
         Raises:
             PoolExhaustedError: no free slot.
@@ -274,8 +290,8 @@ class KVPool:
             out: where to write.
             pad_rows: pad row arrays up to this many rows; negative pads each to its end.
             pad_seqs: the same for arrays with an entry per sequence.
-            starts: [num_seqs] position of the first row, at least `num_computed`; by default `num_computed`. With steps
-                in flight it lies beyond the tokens that are known: unknown ones are 0 in `input_ids` and -1 in
+            starts: [num_seqs] position of the first row, at least `num_computed - num_replayed`, the default. With
+                steps in flight it lies beyond the tokens that are known: unknown ones are 0 in `input_ids` and -1 in
                 `history`, for the device to fill in.
 
         Returns:

@@ -15,7 +15,7 @@ import os
 import re
 import tomllib
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, TypedDict
@@ -27,7 +27,17 @@ DEFAULT_WINDOW_PAGE = 32
 MAX_SEED = 2**64 - 1
 
 _OUR_OTHER_VARIABLES = frozenset({"GOLDEN"})  # read by the tests
-_RENAMED = {"ENGRAM_FORCE_GPU_STORAGE": "engram"}
+_Translation = Callable[[str], dict[str, Any]]
+_RENAMED: dict[str, _Translation] = {
+    "ENGRAM_FORCE_GPU_STORAGE": lambda text: {} if text in _FALSE else {"engram": "memory"},
+    "YOCO_PREFILL_TRUNCATION_MODE": lambda text: _TRUNCATION_MODES.get(text, {"replay": text}),
+    "YOCO_PREFILL_KEEP_TOKENS": lambda text: {"replay_keep_tokens": _RULES["replay_keep_tokens"].parse(text) or None},
+}
+"""Variables of DeepSeek's engine and the settings they mean here; our own variables outrank them."""
+_TRUNCATION_MODES: dict[str, dict[str, Any]] = {
+    "compact": {"replay": "decoder"},
+    "mask": {"replay": "decoder", "replay_form": "mask"},
+}
 _INERT = {"ENFORCE_EAGER": "1", "DFLASH_ENFORCE_EAGER": "1"}
 """Names of features that do not exist here, with the value that asks for exactly that."""
 
@@ -43,10 +53,9 @@ _ELSEWHERE = """
     PREFILL_STORE_EXTRA_STATE PREFILL_STORE_EXTRA_SIZE XGRAMMAR_DEBUG XGRAMMAR_TIMEOUT XGRAMMAR_DISABLE_CACHE
     XGRAMMAR_CACHE_LIMIT_BYTES SO_BUILDER_CPUS PREFILL_ATTEMPT_INTERVAL PREFILL_ANY_ATTEMPT_INTERVAL
     ZERO_OVERHEAD_SCHEDULING LOGGING_INTERVAL_STEP NCCL_MEMORY_SAMPLE_INTERVAL_STEPS RINGBUFFER_WARNING_INTERVAL
-    GC_INTERVAL_STEP YOCO_PREFILL_TRUNCATION_MODE YOCO_PREFILL_KEEP_TOKENS DISABLE_SYNC_GUARD
-    PROFILE_TORCH_CUDA_MEMORY ENABLE_MEMORY_TRACING PROFILE_HTTP_ENABLE PROFILE_HTTP_PORT_BASE TORCH_PROFILER_DIR
-    USE_MULTIMODAL_POOL MULTIMODAL_POOL_SIZE_GB MULTI_MODAL_BUFFER_SIZE MULTI_MODAL_WORKER_TIMEOUT CPP_LOG_LEVEL
-    HF_MODEL_DIR
+    GC_INTERVAL_STEP DISABLE_SYNC_GUARD PROFILE_TORCH_CUDA_MEMORY ENABLE_MEMORY_TRACING PROFILE_HTTP_ENABLE
+    PROFILE_HTTP_PORT_BASE TORCH_PROFILER_DIR USE_MULTIMODAL_POOL MULTIMODAL_POOL_SIZE_GB MULTI_MODAL_BUFFER_SIZE
+    MULTI_MODAL_WORKER_TIMEOUT CPP_LOG_LEVEL HF_MODEL_DIR
 """
 _KNOWN_ELSEWHERE = frozenset(_ELSEWHERE.split())
 
@@ -88,6 +97,9 @@ class EngineSettings(TypedDict, total=False):
     speculation: Literal["off", "coupled", "rejection"]
     num_drafts: int | None
     draft_schedule: Literal["adaptive", "fixed"]
+    replay: Literal["off", "decoder", "full"]
+    replay_keep_tokens: int | None
+    replay_form: Literal["compact", "mask"]
 
 
 @dataclass(frozen=True)
@@ -207,6 +219,17 @@ class EngineConfig:
     draft_schedule: Literal["adaptive", "fixed"] = _setting(
         "adaptive", _Rule(str, choices=("adaptive", "fixed")), "verify as many drafts as pay, or always all"
     )
+    replay: Literal["off", "decoder", "full"] = _setting(
+        "off",
+        _Rule(str, choices=("off", "decoder", "full")),
+        "run only the end of a prompt in the decoder layers; full: also continue stored prefixes without their window",
+    )
+    replay_keep_tokens: int | None = _setting(
+        None, _Rule(int, low=1, optional=True), "rows of a prompt that replay keeps; None: window + 2 * (drafts + 1)"
+    )
+    replay_form: Literal["compact", "mask"] = _setting(
+        "compact", _Rule(str, choices=("compact", "mask")), "mask computes the dropped rows too, to check compact"
+    )
     ops: str = _setting("", _Rule(str), "op=implementation pairs that override the choice, separated by commas")
 
     def __post_init__(self) -> None:
@@ -302,13 +325,12 @@ def _read_environment(environ: Mapping[str, str]) -> dict[str, Any]:
         if name.lower() in _RULES and name.isupper():
             found[name.lower()] = _RULES[name.lower()].parse(text)
         elif name in _RENAMED:
-            if text.strip().lower() not in _FALSE:
-                found.setdefault(_RENAMED[name], "memory")
+            found = _RENAMED[name](text.strip().lower()) | found
         elif name in _KNOWN_ELSEWHERE:
             if _INERT.get(name) != text.strip():
                 warnings.warn(f"{variable} is not supported by this engine and has no effect", ConfigWarning, 4)
         elif name not in _OUR_OTHER_VARIABLES:
-            hint = _close(name, [n.upper() for n in _RULES] + sorted(_KNOWN_ELSEWHERE), ENV_PREFIX)
+            hint = _close(name, [n.upper() for n in _RULES] + sorted(_KNOWN_ELSEWHERE | _RENAMED.keys()), ENV_PREFIX)
             warnings.warn(f"{variable} is not a setting and has no effect{hint}", ConfigWarning, 4)
     return found
 

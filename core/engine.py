@@ -15,16 +15,19 @@ import torch
 
 from deepinfer.core.caches import CacheStore, pool_row_bytes
 from deepinfer.core.config import EngineConfig
-from deepinfer.core.errors import ConfigError, RequestError
+from deepinfer.core.errors import ConfigError, RequestError, as_request_error
 from deepinfer.core.executor import Executor, StepLimits
+from deepinfer.core.features import check_features
 from deepinfer.core.kv_blocks import KVBlockManager, prefix_salt
 from deepinfer.core.output_recorder import OutputRecorder
 from deepinfer.core.outputs import RequestOutput
+from deepinfer.core.replay import Replay, ReplayMode
 from deepinfer.core.request import Request
 from deepinfer.core.runner import Drawn, LaunchedStep, StepRunner
 from deepinfer.core.sampler import Sampler, TokenLogprobs, derive_seed
 from deepinfer.core.sampling_params import SamplingParams
 from deepinfer.core.scheduler import Scheduler
+from deepinfer.core.shapers import ShapingContext, make_shaper
 from deepinfer.core.speculation import Drafting, LengthPolicy
 from deepinfer.core.tokenizer import Tokenizer
 from deepinfer.models.interface import Model
@@ -38,6 +41,7 @@ class EngineStats:
     Attributes:
         prefix_query_tokens: tokens of requests that were admitted, or resumed, and may start from stored KV.
         prefix_hit_tokens: those of them that were stored.
+        num_host_waits: times that drafts or logits were brought to the host, for requests that shape their rows.
         prefix_misses: admissions without a hit by cause: `no_block` (nothing stored begins alike), `no_pages` (it does,
             but its window is gone), `too_short` (no full block before the last token), `disabled`.
     """
@@ -54,6 +58,7 @@ class EngineStats:
     prefix_query_tokens: int = 0
     prefix_hit_tokens: int = 0
     prefix_misses: dict[str, int] = field(default_factory=dict)
+    num_host_waits: int = 0
 
 
 class Engine:
@@ -75,6 +80,7 @@ class Engine:
         self._ops = ops
         self._runtime = ops.context.runtime
         spec = model.cache_spec
+        self._replay = Replay(config, model.info, spec.replay)
         max_len = config.max_model_len or model.info.max_position
         if max_len > model.info.max_position:
             raise ConfigError(f"max_model_len {max_len} exceeds the model's {model.info.max_position} positions")
@@ -84,9 +90,11 @@ class Engine:
         page = config.window_page
         # Tokens that steps in flight may plan beyond what turns out to be accepted.
         lookahead = 2 * (self._block_of_drafts() + 1)
-        pages_per_seq = -(-(spec.window + lookahead + page) // page) + 1
-        # Enough for every sequence's window and one step's rows on top, so that only blocks can run out.
-        num_pages = num_seqs * pages_per_seq + -(-max_rows // page) + num_seqs
+        reach = max(spec.window + lookahead, self._replay.most_replayed)
+        pages_per_seq = -(-(reach + page) // page) + 1
+        # Enough for every sequence's window and the rows of two steps on top (pages behind the window are freed when a
+        # step is collected, and one may be in flight by then), so that only blocks can run out.
+        num_pages = num_seqs * pages_per_seq + -(-2 * max_rows // page) + num_seqs
         # A model that keeps no records here, as a puppet does, has nothing that another request could start from.
         self._reuses = config.prefix_caching and bool(spec.block_records or spec.window_records)
         if self._reuses:
@@ -101,6 +109,7 @@ class Engine:
             max_rollback=lookahead,
             num_slots=num_seqs,
             prefix_caching=self._reuses,
+            max_replay=self._replay.most_replayed,
         )
         self.max_len = min(max_len, num_blocks * config.block_size)
         caches = CacheStore(
@@ -119,16 +128,18 @@ class Engine:
         self.scheduler = Scheduler(self.blocks, num_seqs, max_rows, rows_with_logits)
         self.sampler = Sampler(ops, num_slots=num_seqs)
         self._drafting = self._make_drafting(caches, num_seqs)
-        self._runner = StepRunner(self.executor, self.sampler, ops, self._drafting)
+        self._runner = StepRunner(self.executor, self.sampler, ops, self._drafting, self._replay)
         asynchronous = config.async_scheduling
         self.is_async = self._runtime.capabilities.asynchronous if asynchronous is None else asynchronous
         self._in_flight: LaunchedStep | None = None
         self._drawn: Drawn | None = None
         self._drew: list[Request] = []
         self._recorder = OutputRecorder(model.info.eos_token_ids, tokenizer)
-        self._requests: dict[str, Request] = {}
+        self._shaping = ShapingContext(model.info.vocab_size, model.info.eos_token_ids, tokenizer)
+        self._requests: dict[str, list[Request]] = {}
         self._ended: list[RequestOutput] = []
         self._ordinal = 0
+        self._num_draft_waits = 0
         self._stats = EngineStats(num_blocks=num_blocks)
 
     def add_request(
@@ -144,6 +155,8 @@ class Engine:
         return_logits: bool = False,
         use_prefix: bool = True,
         cache_salt: str | None = None,
+        replay: ReplayMode | None = None,
+        keep_tokens: int | None = None,
     ) -> None:
         """Check a request and queue it.
 
@@ -159,6 +172,9 @@ class Engine:
             use_prefix: start from stored KV of an equal prefix, and store this request's own. Requests that want logits
                 or logprobs of prompt positions never do.
             cache_salt: only requests of equal salt share KV.
+            replay: in place of the engine's setting, which applies to requests that score no prompt position. With
+                `return_logits` the result has the logits of the rows that are kept.
+            keep_tokens: in place of the engine's setting.
 
         Raises:
             RequestError: the request cannot be served; nothing was queued.
@@ -168,6 +184,9 @@ class Engine:
         ids = [int(t) for t in prompt_token_ids]
         self._check_prompt(ids)
         params.validate(self.model.info.vocab_size)
+        check_features(params, has_tokenizer=self._recorder.has_tokenizer)
+        if return_logits and params.n > 1:
+            raise RequestError("invalid_parameter", f"return_logits gives those of the prompt, once; n is {params.n}")
         for name, value in (("chunk_size", chunk_size), ("decode_from", decode_from)):
             if value is not None and value < 1:
                 raise RequestError("invalid_parameter", f"{name} is {value}; it must be at least 1")
@@ -179,9 +198,8 @@ class Engine:
         request.chunk_size, request.decode_from, request.return_logits = chunk_size, decode_from, return_logits
         request.use_prefix = use_prefix and self._reuses and request.num_prompt_rows_wanted == 0
         request.prefix_salt = prefix_salt(cache_salt)
-        self._recorder.start(request)
-        self._requests[request_id] = request
-        self.scheduler.add(request)
+        self._replay.begin(request, replay, keep_tokens)
+        self._queue(request)
 
     def step(self) -> list[RequestOutput]:
         """Launch a step and collect a finished one: the same one, or with asynchronous scheduling the one before.
@@ -216,12 +234,12 @@ class Engine:
         Returns:
             False when no such request is live.
         """
-        request = self._requests.get(request_id)
-        if request is None:
+        choices = self._requests.get(request_id)
+        if choices is None:
             return False
-        self._recorder.finish(request, "abort")
-        self._end(request)
-        self._ended.append(request.output)
+        for request in choices:
+            self._recorder.finish(request, "abort")
+        self._end_all(choices)
         return True
 
     def stats(self) -> EngineStats:
@@ -230,6 +248,7 @@ class Engine:
         self._stats.num_waiting = len(self.scheduler.waiting)
         self._stats.num_preemptions = self.scheduler.num_preemptions
         self._stats.num_free_blocks = self.blocks.num_free_blocks
+        self._stats.num_host_waits = self._num_draft_waits + self._runner.shaping.num_host_waits
         prefix = self.blocks.pool.prefix_stats()
         self._stats.prefix_query_tokens, self._stats.prefix_hit_tokens = prefix["query_tokens"], prefix["hit_tokens"]
         self._stats.prefix_misses = {
@@ -304,10 +323,28 @@ class Engine:
                 "token_out_of_range", f"prompt_token_ids[{ids.index(bad)}] is {bad}; ids run from 0 to {vocab - 1}"
             )
 
+    def _queue(self, request: Request) -> None:
+        """Queue a checked request: all its choices, those but the first behind its prompt."""
+        params = request.params
+        choices = [request, *(request.new_sibling(choice) for choice in range(1, params.n))]
+        for choice in choices:
+            choice.shaper = make_shaper(params, request.prompt_token_ids, self._shaping)
+            self._recorder.start(choice)
+        self._requests[request.request_id] = choices
+        if len(request.prompt_token_ids) > 1:
+            request.siblings = choices[1:]
+            choices = choices[:1]
+        for choice in choices:
+            self.scheduler.add(choice)
+
     def _launch(self) -> LaunchedStep | None:
         plan = self.scheduler.plan()
         if plan is None:
             return None
+        for kind in ("block", "page", "state"):
+            copies = [(copy.src, copy.dst) for copy in plan.copies if copy.kind == kind]
+            if copies:
+                self.executor.caches.copy(self._ops, kind, *zip(*copies, strict=True))
         launched = self._runner.launch(plan, self._drawn)
         now = time.monotonic()
         for request, count in zip(plan.requests, plan.query_lens.tolist(), strict=True):
@@ -318,12 +355,16 @@ class Engine:
         if self._drawn is not None:
             for request in self._drew:
                 request.draw = -1
+                if request.shaper is None:
+                    request.num_drafts = 0  # they were in the step that is forgotten now
         self._drawn, self._drew = launched.drawn, launched.draws
         next_drafts = self._drafting.length if self._drafting is not None else 0
         for place, (request, drafts) in enumerate(zip(launched.draws, launched.num_drafts, strict=True)):
             request.planned_tokens += drafts + 1
-            request.draw = place
-            request.num_drafts = next_drafts
+            # Who shapes rows is planned again when this step is collected, with drafts that the host has seen.
+            waits = request.shaper is not None
+            request.draw = -1 if waits else place
+            request.num_drafts = 0 if waits else next_drafts
         return launched
 
     def _collect(self, launched: LaunchedStep) -> list[RequestOutput]:
@@ -331,7 +372,9 @@ class Engine:
         plan, touched = launched.plan, []
         for request, epoch, first, count, logits in launched.scored:
             if request.epoch == epoch and request.completion.finish_reason is None:
-                self._score_prompt(request, first, count, logits)
+                fault = self._score_prompt(request, first, count, logits)
+                if fault is not None:
+                    self._fail_all(request, fault)
         drawn = launched.drawn
         emitted: list[int] = []
         if drawn is not None:
@@ -339,6 +382,7 @@ class Engine:
             emitted = self._runtime.to_host(drawn.num_emitted).tolist()
             logprobs = self.sampler.fetch_logprobs(launched.logprobs) if launched.logprobs is not None else None
             drawn.planned, drawn.is_collected = drawn.num_emitted, True  # what follows is planned from what is known
+        drafts_there = self._drafts_on_host(launched)
         seqs, computed = [], []
         taken_back: dict[int, int] = {}
         start = 0
@@ -353,18 +397,26 @@ class Engine:
                 taken_back[id(request)] = drafts + 1 - count
                 request.planned_computed -= drafts + 1 - count
                 request.planned_tokens -= drafts + 1 - count
-                self._record(request, tokens[start : start + count], logprobs if i in wants else None, first_row)
+                fault = launched.faults.get(i)
+                if fault is not None:
+                    self._recorder.fail(request, fault)
+                else:
+                    emitted_here = tokens[start : start + count]
+                    self._record(request, emitted_here, logprobs if i in wants else None, first_row)
+                if drafts_there is not None and request.shaper is not None:
+                    request.drafts = drafts_there[i]
+                    request.num_drafts = len(request.drafts)
                 touched.append(request)
             start += drafts + 1
         for request, epoch, count in zip(plan.requests, launched.epochs, plan.query_lens.tolist(), strict=True):
             if request.epoch != epoch or not request.seq:
                 continue
             request.num_computed += count - taken_back.get(id(request), 0)
-            is_scored = request.params.max_tokens == 0 and request.num_computed == request.num_tokens
+            is_scored = not request.may_generate and request.num_computed == request.num_tokens
             if is_scored and request.completion.finish_reason is None:
                 self._recorder.finish(request, "length")  # nothing to sample
                 touched.append(request)
-            if request.completion.finish_reason != "error":
+            if request.completion.finish_reason != "error" and request.num_computed >= request.replay_end:
                 # What a request computed up to its end may serve another; drafts behind a stop token are not its text.
                 seqs.append(request.seq)
                 computed.append(min(request.num_computed, request.num_tokens))
@@ -374,7 +426,22 @@ class Engine:
         for request in touched:
             if request.completion.finish_reason is not None:
                 self._end(request)
-        return [request.output for request in touched]
+        return list({id(request.output): request.output for request in touched}.values())
+
+    def _drafts_on_host(self, launched: LaunchedStep) -> list[list[int]] | None:
+        """The drafts of a step whose requests need to know them; None when none does.
+
+        Rejection judges a draft by the logits it was drawn from, which are those of the step just before; who waits for
+        the host comes too late for that and verifies none.
+        """
+        drawn = launched.drawn
+        if drawn is None or drawn.draft_logits is not None or drawn.drafts.shape[1] == 0 or self._drafting is None:
+            return None
+        if not any(request.shaper is not None for request in launched.draws):
+            return None
+        self._num_draft_waits += 1
+        drafts: list[list[int]] = self._runtime.to_host(drawn.drafts)[:, : self._drafting.length].tolist()
+        return drafts
 
     def _record(
         self, request: Request, tokens: list[int], logprobs: TokenLogprobs | None, first_row: int
@@ -382,9 +449,15 @@ class Engine:
         """Record emitted tokens up to a stop, and make them known to the block manager."""
         before = request.num_tokens
         for place, token in enumerate(tokens):
+            if token < 0 and request.shaper is not None:
+                self._recorder.fail_if_nothing_is_allowed(request, self.model.info.vocab_size)
+                if request.completion.finish_reason is not None:
+                    break
             self._recorder.add_token(request, token)
             if token >= 0:
                 self._stats.num_generated_tokens += 1
+                if request.shaper is not None:
+                    self._accept(request, token)
                 if logprobs is not None:
                     self._recorder.add_logprobs(request, token, logprobs, first_row + place)
             else:
@@ -394,16 +467,60 @@ class Engine:
         new = request.completion.token_ids[before - len(request.prompt_token_ids) :]
         self.blocks.pool.append_many(request.seq, np.array(new, dtype=np.int32))
 
-    def _score_prompt(self, request: Request, first: int, count: int, logits: torch.Tensor) -> None:
+    def _accept(self, request: Request, token: int) -> None:
+        """Tell a request's shaper of a token; what it raises ends that request."""
+        assert request.shaper is not None, "only called with one"
+        try:
+            request.shaper.accept((token,))
+        except Exception as error:  # a user's code may raise anything
+            if request.completion.finish_reason is None:
+                self._recorder.fail(request, as_request_error("shaping_failed", error))
+
+    def _score_prompt(self, request: Request, first: int, count: int, logits: torch.Tensor) -> RequestError | None:
+        """Keep logits or logprobs of prompt positions, up to one that has none: then say what is wrong with it."""
         if request.return_logits:
-            request.prompt_logits.append(self._runtime.to_host(logits).clone())
-            return
-        targets = request.prompt_token_ids[first + 1 : first + 1 + count]
-        logprobs = self.sampler.logprobs(logits, targets, request.params.prompt_logprobs or 0)
-        self._recorder.add_prompt_logprobs(request, targets, logprobs)
+            kept = self._runtime.to_host(logits).clone()
+            request.prompt_logits.append(kept)
+            bad = (~torch.isfinite(kept.amax(1))).nonzero()[:, 0].tolist()
+        else:
+            targets = request.prompt_token_ids[first + 1 : first + 1 + count]
+            logprobs = self.sampler.logprobs(logits, targets, request.params.prompt_logprobs or 0)
+            bad = np.isnan(logprobs.logprob).nonzero()[0].tolist()
+            self._recorder.add_prompt_logprobs(request, targets[: bad[0]] if bad else targets, logprobs)
+        if not bad:
+            return None
+        return RequestError(
+            "numerical_error",
+            f"the logits behind prompt position {first + bad[0]} are not finite (NaN or Inf), so the prompt cannot be "
+            "scored; logprobs before it are kept",
+        )
+
+    def _fail_all(self, request: Request, fault: RequestError) -> None:
+        """End all answers to a prompt that the model has no numbers for, and distrust what it stored."""
+        choices = self._requests[request.request_id]
+        for choice in choices:
+            self._recorder.fail(choice, fault)
+            if choice.seq:
+                self.blocks.quarantine(choice.seq)
+        self._end_all(choices)
+
+    def _end_all(self, choices: list[Request]) -> None:
+        """Free what unfinished choices of a request hold; its result comes with the next step."""
+        output = choices[0].output
+        held = [sibling for request in choices for sibling in request.siblings]  # they are in no queue
+        for sibling in held:
+            choices.remove(sibling)
+        for request in list(choices):
+            request.siblings = []
+            self._end(request)
+        self._ended.append(output)
 
     def _end(self, request: Request) -> None:
         self.scheduler.finish(request)
+        choices = self._requests[request.request_id]
+        choices.remove(request)
+        if choices:
+            return
         del self._requests[request.request_id]
         if request.return_logits and request.prompt_logits:
             request.output.prompt_logits = torch.cat(request.prompt_logits)

@@ -32,3 +32,8 @@ class RequestError(DeepInferError):
     def __reduce__(self) -> tuple[type["RequestError"], tuple[str, str]]:
         """Pickle by the two arguments: results cross process boundaries."""
         return type(self), (self.code, self.message)
+
+
+def as_request_error(code: str, error: Exception) -> RequestError:
+    """What a plug-in or a user's function raised, as the error of the request that it belongs to."""
+    return error if isinstance(error, RequestError) else RequestError(code, f"{type(error).__name__}: {error}")

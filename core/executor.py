@@ -14,6 +14,7 @@ from torch import Tensor
 
 from deepinfer.core.caches import CacheStore
 from deepinfer.core.kv_blocks import KVBlockManager
+from deepinfer.core.replay import RowCut
 from deepinfer.core.step_buffers import Int32Array, StepBuffers, StepMetadata
 from deepinfer.models.interface import Model, StepBatch, Tap
 from deepinfer.ops.runtime import Runtime
@@ -54,7 +55,7 @@ class Executor:
                 max_rows=limits.max_rows,
                 max_seqs=limits.max_seqs,
                 max_blocks=blocks.blocks_for(limits.max_seq_len + limits.lookahead),
-                max_window_pages=blocks.max_window_pages(limits.max_rows),
+                max_window_pages=blocks.max_window_pages(2 * limits.max_rows),  # with a step in flight
                 ratios=self._ratios,
                 ngram=model.cache_spec.ngram,
                 zeros=self._pinned,
@@ -82,14 +83,16 @@ class Executor:
         self._sent[self._turn].synchronize()  # a step that drew nothing was never waited for
         return self._buffers[self._turn].write(self._blocks.pool, seqs, query_lens, starts=starts)
 
-    def batch(self, step: StepMetadata, logits_rows: Int32Array) -> StepBatch:
+    def batch(self, step: StepMetadata, logits_rows: Int32Array, cut: RowCut | None = None) -> StepBatch:
         """A planned step on the device.
 
         Args:
             step: from `plan`.
-            logits_rows: [n] int32 rows whose logits are wanted.
+            logits_rows: [n] int32 rows whose logits are wanted; they go on into the decoder.
+            cut: which rows do; all by default.
         """
         send = self.send
+        rows = cut.rows if cut is not None else None
         max_seq_len = int(step.seq_lens.max()) if step.num_seqs else 0
         columns = max(self._blocks.blocks_for(max_seq_len), 1)
         pages = max(int(step.window_table_lens.max()) if step.num_seqs else 0, 1)
@@ -109,8 +112,10 @@ class Executor:
             packed_ratio_slots=packed,
             state_slots=send(step.state_slots),
             history=send(step.history),
-            logits_rows=send(logits_rows),
+            logits_rows=send(logits_rows if rows is None else np.searchsorted(rows, logits_rows).astype(np.int32)),
             max_seq_len=max_seq_len,
+            decoder_starts=send(cut.starts) if cut is not None else None,
+            decoder_rows=send(rows) if rows is not None else None,
         )
         self._sent[self._turn].record()
         return batch

@@ -20,6 +20,7 @@ DEFAULT_WINDOW_PAGE = 32
 DEFAULT_WINDOW = 128
 DEFAULT_NUM_SLOTS = 256
 DEFAULT_PAGE_INTERVAL = 4096
+_NO_LIMIT = 2**31 - 1
 
 
 class KVCopy(NamedTuple):
@@ -67,6 +68,7 @@ class KVBlockManager:
         num_slots: int = DEFAULT_NUM_SLOTS,
         prefix_caching: bool = False,
         page_interval: int = DEFAULT_PAGE_INTERVAL,
+        max_replay: int = 0,
     ) -> None:
         """Make the bookkeeping of an empty cache.
 
@@ -80,6 +82,7 @@ class KVBlockManager:
             num_slots: sequences that may be open at once.
             prefix_caching: keep full blocks for sequences with equal tokens, until their memory is needed.
             page_interval: window pages before every multiple of so many tokens are kept longer than others.
+            max_replay: the largest `replay` that `open` will be given.
 
         Raises:
             ConfigError: a size is out of range, or `window_page` does not divide `block_size`.
@@ -104,6 +107,7 @@ class KVBlockManager:
                 self.pool.enable_prefix(page_interval)
         except (ValueError, OverflowError) as error:
             raise ConfigError(str(error)) from error
+        self._max_replay = max_replay + self.pool.window_page - 1 if max_replay else 0
 
     @property
     def num_free_blocks(self) -> int:
@@ -127,9 +131,10 @@ class KVBlockManager:
     def max_window_pages(self, num_rows: int) -> int:
         """The most window pages that a sequence holds while a step runs `num_rows` of its rows.
 
-        Held are the rows and the lookback - 1 positions before them, at worst starting on the last token of a page.
+        Held are the rows and the lookback - 1 positions before them, or all that run again, at worst starting on the
+        last token of a page.
         """
-        span = self.pool.lookback - 1 + max(num_rows, 1)
+        span = max(self.pool.lookback - 1, self._max_replay) + max(num_rows, 1)
         return (span + self.pool.window_page - 2) // self.pool.window_page + 1
 
     def never_fits(self, num_tokens: int) -> bool:
@@ -154,16 +159,28 @@ class KVBlockManager:
             raise
         return seq
 
-    def match(self, token_ids: Int32Array, salt: int = 0) -> PrefixMatch:
+    def match(
+        self, token_ids: Int32Array, salt: int = 0, *, max_stored: int | None = None, replay: int = 0
+    ) -> PrefixMatch:
         """The stored prefix that `open` would start from, without the last token at least; it is not counted.
 
         Args:
             token_ids: [num_tokens] int32.
-            salt: as for `open`.
+            salt: as for `open`, and so are the others.
+            max_stored: limit.
+            replay: rows.
         """
-        return PrefixMatch(*self.pool.match(token_ids, salt))
+        return PrefixMatch(*self.pool.match(token_ids, salt, _limit(max_stored), replay))
 
-    def open(self, token_ids: Int32Array, salt: int = 0, *, use_prefix: bool = False) -> int:
+    def open(
+        self,
+        token_ids: Int32Array,
+        salt: int = 0,
+        *,
+        use_prefix: bool = False,
+        max_stored: int | None = None,
+        replay: int = 0,
+    ) -> int:
         """Start a sequence of these tokens and return its handle.
 
         It holds no memory yet, or that of a stored prefix: `pool.num_computed` tells how long that is.
@@ -172,12 +189,16 @@ class KVBlockManager:
             token_ids: [num_tokens] int32.
             salt: from `prefix_salt`; only sequences of equal salt share memory.
             use_prefix: start from a stored prefix, and store what is computed.
+            max_stored: longest prefix to start from with its window pages; None for any.
+            replay: above 0, start from a longer one without them where that saves rows. At least so many of its last
+                tokens (`pool.num_replayed`) run again for their window records; `commit` comes behind them, and what
+                follows is not stored.
 
         Raises:
             OutOfBlocksError: no sequence slot is free.
         """
         try:
-            return self.pool.open(token_ids, salt, use_prefix)
+            return self.pool.open(token_ids, salt, use_prefix, _limit(max_stored), replay)
         except PoolExhaustedError as error:
             raise OutOfBlocksError(str(error)) from error
 
@@ -267,6 +288,10 @@ def prefix_salt(cache_salt: str | None) -> int:
     if not cache_salt:
         return 0
     return int.from_bytes(hashlib.blake2b(cache_salt.encode(), digest_size=8).digest(), "little")
+
+
+def _limit(max_stored: int | None) -> int:
+    return _NO_LIMIT if max_stored is None else max_stored
 
 
 def _count(number: int, noun: str) -> str:

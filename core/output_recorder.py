@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
+from deepinfer.core.answer_text import AnswerText
 from deepinfer.core.detokenizer import IncrementalDetokenizer
 from deepinfer.core.errors import RequestError
 from deepinfer.core.outputs import FinishReason, Logprob
@@ -28,13 +29,23 @@ class OutputRecorder:
         self._eos = frozenset(eos_token_ids)
         self._tokenizer = tokenizer
 
+    @property
+    def has_tokenizer(self) -> bool:
+        """Whether answers have text."""
+        return self._tokenizer is not None
+
     def start(self, request: Request) -> None:
         """Prepare a request that was just accepted."""
-        if self._tokenizer is not None:
-            request.detokenizer = IncrementalDetokenizer(
-                self._tokenizer,
-                request.params.skip_special_tokens,
-                prompt_tail_ids=request.prompt_token_ids[-4:],
+        params = request.params
+        if self._tokenizer is not None and params.detokenize:
+            detokenizer = IncrementalDetokenizer(
+                self._tokenizer, params.skip_special_tokens, prompt_tail_ids=request.prompt_token_ids[-4:]
+            )
+            request.text = AnswerText(
+                detokenizer,
+                params.stop,
+                include_stop=params.include_stop_str_in_output,
+                min_tokens=params.min_tokens,
             )
 
     def add_token(self, request: Request, token_id: int) -> None:
@@ -57,22 +68,30 @@ class OutputRecorder:
         completion.token_ids.append(token_id)
         request.num_tokens += 1
         reason: FinishReason | None = None
-        stop_id: int | None = None
+        stopped_by: int | str | None = None
         if token_id in self._eos and not params.ignore_eos:
             reason = "stop"
         elif token_id in params.stop_token_ids:
-            reason, stop_id = "stop", token_id
+            reason, stopped_by = "stop", token_id
         elif len(completion.token_ids) >= params.max_tokens or request.num_tokens >= request.max_len:
             reason = "length"
-        if request.detokenizer is not None and reason != "stop":
-            completion.text += request.detokenizer.feed((token_id,))  # the stop token itself leaves no text
+        if request.text is not None and (reason != "stop" or params.include_stop_str_in_output):
+            completion.text += request.text.feed(token_id)  # the stop token itself leaves no text
+            if request.text.stopped_by is not None and reason != "stop":
+                reason, stopped_by = "stop", request.text.stopped_by
         if reason is not None:
-            completion.stop_reason = stop_id
+            completion.stop_reason = stopped_by
             self.finish(request, reason)
 
     def add_logprobs(self, request: Request, token_id: int, logprobs: TokenLogprobs, row: int) -> None:
         """Record the logprobs of a token that was just added."""
-        request.add_logprob(token_id, self._entry(token_id, logprobs, row, request.params.logprobs or 0))
+        params = request.params
+        entry = self._entry(token_id, logprobs, row, params.logprobs or 0, params.detokenize)
+        if logprobs.asked is not None and logprobs.asked_ranks is not None:
+            for place, other in enumerate(params.logprob_token_ids or ()):
+                value, rank = float(logprobs.asked[row, place]), int(logprobs.asked_ranks[row, place])
+                entry.setdefault(other, self._logprob(other, value, rank, params.detokenize))
+        request.add_logprob(token_id, entry)
 
     def add_prompt_logprobs(self, request: Request, targets: Sequence[int], logprobs: TokenLogprobs) -> None:
         """Record the logprobs of the next prompt tokens, in order."""
@@ -80,30 +99,48 @@ class OutputRecorder:
         if entries is None:
             raise AssertionError("prompt logprobs were not asked for")
         count = request.params.prompt_logprobs or 0
-        entries.extend(self._entry(token, logprobs, row, count) for row, token in enumerate(targets))
+        text = request.params.detokenize
+        entries.extend(self._entry(token, logprobs, row, count, text) for row, token in enumerate(targets))
 
     def finish(self, request: Request, reason: FinishReason) -> None:
-        """Close a request's result."""
+        """Close an answer, and with the last one the request's result."""
         completion = request.completion
-        if request.detokenizer is not None:
-            completion.text += request.detokenizer.finish()
+        if request.text is not None:
+            completion.text += request.text.finish()
         completion.finish_reason = reason
-        request.output.finished = True
-        request.output.timings.finished = time.monotonic()
+        if all(other.finish_reason is not None for other in request.output.outputs):
+            request.output.finished = True
+            request.output.timings.finished = time.monotonic()
+
+    def fail_if_nothing_is_allowed(self, request: Request, vocab_size: int) -> None:
+        """Close an answer that no token was drawn for if its own masks are the reason: its numbers are sound."""
+        if request.shaper is None or not request.shaper.shape(())[0].allows_nothing(vocab_size):
+            return
+        self.fail(
+            request,
+            RequestError(
+                "no_token_allowed",
+                f"no token is allowed at position {request.num_tokens}: what allowed_token_ids, bad_words, min_tokens "
+                "and a grammar leave, taken together, is nothing",
+            ),
+        )
 
     def fail(self, request: Request, error: RequestError) -> None:
-        """Close a request's result with an error; what it produced stays."""
-        request.output.error = error
+        """Close an answer with an error; what it produced stays. Of several answers, the first one's error is told."""
+        failed = [c.index for c in request.output.outputs if c.finish_reason == "error"]
+        if not failed or request.choice < min(failed):
+            request.output.error = error
         self.finish(request, "error")
 
-    def _entry(self, token_id: int, logprobs: TokenLogprobs, row: int, count: int) -> dict[int, Logprob]:
-        entry = {token_id: self._logprob(token_id, float(logprobs.logprob[row]), int(logprobs.rank[row]))}
+    def _entry(self, token_id: int, logprobs: TokenLogprobs, row: int, count: int, text: bool) -> dict[int, Logprob]:
+        entry = {token_id: self._logprob(token_id, float(logprobs.logprob[row]), int(logprobs.rank[row]), text)}
         for place in range(min(count, logprobs.top_ids.shape[1])):
             other = int(logprobs.top_ids[row, place])
             if other != token_id:
-                entry[other] = self._logprob(other, float(logprobs.top_logprobs[row, place]), place + 1)
+                entry[other] = self._logprob(other, float(logprobs.top_logprobs[row, place]), place + 1, text)
         return entry
 
-    def _logprob(self, token_id: int, value: float, rank: int) -> Logprob:
-        text = self._tokenizer.decode((token_id,), skip_special_tokens=False) if self._tokenizer is not None else None
-        return Logprob(value, rank, text)
+    def _logprob(self, token_id: int, value: float, rank: int, with_text: bool) -> Logprob:
+        if self._tokenizer is None or not with_text:
+            return Logprob(value, rank)
+        return Logprob(value, rank, self._tokenizer.decode((token_id,), skip_special_tokens=False))

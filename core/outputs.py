@@ -14,12 +14,12 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 
 @dataclass(frozen=True)
 class Logprob:
-    """One token's log probability under the model's raw distribution.
+    """One token's log probability, under the distribution that `SamplingParams.logprobs_mode` names.
 
     Attributes:
         logprob: natural log.
         rank: 1 for the most likely token; equal values rank by id.
-        decoded_token: its text alone; None without a tokenizer.
+        decoded_token: its text alone; None without a tokenizer, or with `detokenize=False`.
     """
 
     logprob: float
@@ -33,11 +33,11 @@ class CompletionOutput:
 
     Attributes:
         index: which choice of the request.
-        text: detokenised so far; special tokens left out unless asked for.
+        text: detokenised so far; special tokens left out unless asked for, and what may become a stop string held back.
         token_ids: generated ids, the stop token included.
-        finish_reason: "stop" at EOS or a stop id, "length" at `max_tokens` or the model's length, "abort", "error";
-            None while it runs.
-        stop_reason: the stop id that ended it, None for EOS and for other reasons.
+        finish_reason: "stop" at EOS, a stop id or a stop string, "length" at `max_tokens` or the model's length,
+            "abort", "error"; None while it runs.
+        stop_reason: the stop id or the stop string that ended it, None for EOS and for other reasons.
         logprobs: per generated token, id to `Logprob`: the sampled one and the best n; None when not asked for.
         cumulative_logprob: sum over generated tokens; None when not asked for.
     """
@@ -72,10 +72,11 @@ class RequestOutput:
         prompt_token_ids: ids the model saw.
         outputs: one per choice; empty only when `error` refused the request before it ran.
         prompt_logprobs: per prompt token, id to `Logprob`; the first is None. None when not asked for.
-        prompt_logits: [len, vocab] float32, only for `LLM.logits`.
+        prompt_logits: [len, vocab] float32, only for `LLM.logits`; of the last rows alone where others were cut.
         finished: nothing more will come.
-        error: why the request failed; None otherwise.
+        error: why the request, or the first of its choices that did, failed; None otherwise.
         seed: the 64-bit seed its draws came from.
+        approximate: bounded replay (`EngineConfig.replay`) changed what was computed.
         num_cached_tokens: prompt tokens that were stored already when it first ran; None before that.
         timings: when things happened.
     """
@@ -89,5 +90,6 @@ class RequestOutput:
     finished: bool = False
     error: RequestError | None = None
     seed: int | None = None
+    approximate: bool = False
     num_cached_tokens: int | None = None
     timings: RequestTimings = field(default_factory=RequestTimings)

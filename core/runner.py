@@ -6,15 +6,20 @@ in by ops from that step's results (`Drawn`), so the next step can be launched b
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from torch import Tensor
 
+from deepinfer.core.errors import RequestError, as_request_error
 from deepinfer.core.executor import Executor
+from deepinfer.core.logprobs import LogprobTaker
+from deepinfer.core.replay import Replay
 from deepinfer.core.request import Request
+from deepinfer.core.row_shaping import RowShaping
 from deepinfer.core.sampler import DeviceLogprobs, RowParams, Sampler
 from deepinfer.core.scheduler import StepPlan
+from deepinfer.core.shaping import RowShape
 from deepinfer.core.speculation import Drafting
 from deepinfer.core.step_buffers import Int32Array
 from deepinfer.models.interface import StepBatch, Tap
@@ -75,6 +80,7 @@ class LaunchedStep:
         draw_epochs: their epochs at launch.
         num_drafts: drafts each of them verifies.
         drawn: None when nobody draws.
+        faults: errors of those whose rows could not be shaped, by index into `draws`.
         logprob_of: indices into `draws` of those who want logprobs.
         logprobs: of all their emitted tokens, packed as `drawn.tokens` restricted to them.
         scored: prompt positions whose logits are kept, as (request, epoch, first position, count, logits).
@@ -89,6 +95,7 @@ class LaunchedStep:
     logprob_of: list[int]
     logprobs: DeviceLogprobs | None
     scored: list[tuple[Request, int, int, int, Tensor]]
+    faults: dict[int, RequestError] = field(default_factory=dict)
 
 
 class StepRunner:
@@ -99,10 +106,14 @@ class StepRunner:
         sampler: parameters by slot, and the sampling ops.
         ops: binds the ops that correct a step.
         drafting: proposes tokens; None without speculation.
+        replay: which rows run in all layers.
     """
 
-    def __init__(self, executor: Executor, sampler: Sampler, ops: OpTable, drafting: Drafting | None) -> None:
+    def __init__(
+        self, executor: Executor, sampler: Sampler, ops: OpTable, drafting: Drafting | None, replay: Replay
+    ) -> None:
         self._executor = executor
+        self._replay = replay
         self._sampler = sampler
         self._drafting = drafting
         self._advance = ops.bind(advance_step)
@@ -112,6 +123,8 @@ class StepRunner:
         self._known = ops.bind(known_ids)
         self._gather_ids = ops.bind(gather_ids)
         self._gather_rows = ops.bind(gather_rows)
+        self.shaping = RowShaping(ops, executor.model.info.vocab_size)
+        self._logprobs = LogprobTaker(sampler, self.shaping, ops)
 
     def launch(self, plan: StepPlan, previous: Drawn | None, tap: Tap | None = None) -> LaunchedStep:
         """Launch a step.
@@ -123,7 +136,8 @@ class StepRunner:
         """
         meta = self._executor.plan(plan.seqs, plan.query_lens, plan.starts)
         picks = _pick_rows(plan)
-        batch = self._executor.batch(meta, picks.logits_rows)
+        _write_known_drafts(meta.input_ids, picks)
+        batch = self._executor.batch(meta, picks.logits_rows, self._replay.cut(plan))
         links = np.fromiter((r.draw for r in plan.requests), dtype=np.int32, count=len(plan.requests))
         if previous is not None and previous.tells_more and (links >= 0).any():
             self._correct(batch, previous, self._executor.send(links))
@@ -191,7 +205,7 @@ class StepRunner:
         requests = picks.draws
         for request in requests:
             if request.sampling_slot != request.seq:  # admitted, for the first time or again
-                self._sampler.set_slot(request.seq, request.params, request.seed)
+                self._sampler.set_slot(request.seq, request.params, request.seed, request.choice)
                 request.sampling_slot = request.seq
         slots = np.fromiter((r.seq for r in requests), dtype=np.int32, count=len(requests))
         params = self._sampler.gather(slots)
@@ -206,6 +220,13 @@ class StepRunner:
         num_rows = int(widths.sum())
         rows = logits[:num_rows]
         first_rows = picks.logits_rows[starts]
+        shaped, launched.faults = _shape_rows(requests, picks.num_drafts, starts)
+        kept = self._logprobs.keep(requests, widths, starts, rows, shaped)
+        if shaped:
+            for row, error in self.shaping.apply(rows, shaped).items():
+                place = int(np.searchsorted(starts, row, side="right")) - 1
+                launched.faults.setdefault(place, as_request_error("logits_processor_failed", error))
+            self.shaping.force(rows, shaped)
         if num_rows == len(requests):
             tokens = self._sampler.draw(rows, params, output_index)
             num_emitted = send(widths)
@@ -232,7 +253,8 @@ class StepRunner:
             drafts=self._executor.no_drafts(len(requests)),
         )
         launched.drawn = drawn
-        self._take_logprobs(launched, picks, widths, starts, rows, tokens)
+        if kept is not None:
+            launched.logprob_of, launched.logprobs = kept.requests, self._logprobs.take(kept, tokens)
         if self._drafting is not None:
             wanted = self._drafting.wanted(requests)
             if wanted:
@@ -273,26 +295,6 @@ class StepRunner:
             previous.draft_logits.flatten(0, 1), self._executor.send(np.array(index, dtype=np.int32))
         )
 
-    def _take_logprobs(
-        self,
-        launched: LaunchedStep,
-        picks: _Picks,
-        widths: Int32Array,
-        starts: Int32Array,
-        rows: Tensor,
-        tokens: Tensor,
-    ) -> None:
-        wanted = [i for i, r in enumerate(picks.draws) if r.params.logprobs is not None]
-        if not wanted:
-            return
-        launched.logprob_of = wanted
-        most = max(picks.draws[i].params.logprobs or 0 for i in wanted)
-        if len(wanted) < len(picks.draws):
-            index = np.concatenate([np.arange(starts[i], starts[i] + widths[i], dtype=np.int32) for i in wanted])
-            there = self._executor.send(index)
-            rows, tokens = self._gather_rows(rows, there), self._gather_ids(tokens, there)
-        launched.logprobs = self._sampler.device_logprobs(rows, tokens, most)
-
 
 @dataclass
 class _Picks:
@@ -323,7 +325,7 @@ def _pick_rows(plan: StepPlan) -> _Picks:
     wanted: list[tuple[Request, int, int, int]] = []
     for i, (request, count, start) in enumerate(zip(plan.requests, counts, starts, strict=True)):
         drafts = start + count - request.planned_tokens  # rows behind the last known token hold drafts
-        if drafts >= 0 and request.params.max_tokens > 0:
+        if drafts >= 0 and request.may_generate:
             draws.append(request)
             seqs.append(i)
             num_drafts.append(drafts)
@@ -344,3 +346,31 @@ def _pick_rows(plan: StepPlan) -> _Picks:
         place += count
     return _Picks(np.concatenate(rows), draws, np.array(seqs, dtype=np.int32), num_drafts, scored)
 
+
+def _write_known_drafts(input_ids: Int32Array, picks: _Picks) -> None:
+    """Put drafts that the host knows into the rows behind their requests' newest tokens."""
+    at = 0
+    for request, count in zip(picks.draws, picks.num_drafts, strict=True):
+        if count and request.shaper is not None:
+            first = int(picks.logits_rows[at]) + 1
+            input_ids[first : first + count] = request.drafts[:count]
+        at += count + 1
+
+
+def _shape_rows(
+    requests: list[Request], num_drafts: list[int], starts: Int32Array
+) -> tuple[list[tuple[int, RowShape]], dict[int, RequestError]]:
+    """What changes the rows of requests that have a shaper, and the errors of shapers, by place."""
+    shaped: list[tuple[int, RowShape]] = []
+    faults: dict[int, RequestError] = {}
+    for place, (request, count) in enumerate(zip(requests, num_drafts, strict=True)):
+        if request.shaper is None:
+            continue
+        try:
+            shapes = request.shaper.shape(request.drafts[:count])
+        except Exception as error:  # a user's code may raise anything, and it is this request's own fault
+            faults[place] = as_request_error("shaping_failed", error)
+            continue
+        first = int(starts[place])
+        shaped.extend((first + i, shape) for i, shape in enumerate(shapes) if not shape.is_plain)
+    return shaped, faults

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from deepinfer.core.sampling_params import SamplingParams
-from deepinfer.ops import sampling, verification
+from deepinfer.ops import sampling, shaping, verification
 from deepinfer.ops.philox import Purpose
 from deepinfer.ops.registry import OpTable
 from deepinfer.ops.verification import VerifyMode
@@ -37,12 +37,16 @@ class TokenLogprobs:
         rank: [N] int32, 1 for the best; equal ones rank by id.
         top_ids: [N, num_top] int32, best first.
         top_logprobs: [N, num_top] float32.
+        asked: [N, K] float32, of ids that were asked for by themselves; None when none were.
+        asked_ranks: [N, K] int32.
     """
 
     logprob: NDArray[np.float32]
     rank: Int32Array
     top_ids: Int32Array
     top_logprobs: NDArray[np.float32]
+    asked: NDArray[np.float32] | None = None
+    asked_ranks: Int32Array | None = None
 
 
 class DeviceLogprobs(NamedTuple):
@@ -52,6 +56,8 @@ class DeviceLogprobs(NamedTuple):
     rank: Tensor
     top_ids: Tensor
     top_logprobs: Tensor
+    asked: Tensor | None = None
+    asked_ranks: Tensor | None = None
 
 
 class RowParams(NamedTuple):
@@ -95,6 +101,7 @@ class Sampler:
         self._verify = ops.bind(verification.verify)
         self._sample = ops.bind(sampling.sample)
         self._token_logprobs = ops.bind(sampling.token_logprobs)
+        self._logprobs_of = ops.bind(shaping.logprobs_of)
         size = num_slots + 1
         self._temperature = np.zeros(size, np.float32)
         self._top_k = np.zeros(size, np.int32)
@@ -214,20 +221,24 @@ class Sampler:
         tokens: Int32Array = self._runtime.to_host(self.draw(logits, self.gather(slots), index)).numpy()
         return tokens
 
-    def device_logprobs(self, logits: Tensor, tokens: Tensor, num_top: int) -> DeviceLogprobs:
-        """Logprobs of one token per row under the raw logits: no temperature, no filter. Stays on the device.
+    def device_logprobs(
+        self, logits: Tensor, tokens: Tensor, num_top: int, ids: Tensor | None = None
+    ) -> DeviceLogprobs:
+        """Logprobs of one token per row under the logits as they are: no temperature, no filter. Stays on the device.
 
         Args:
-            logits: [N, V] float32, before any mask or bias.
+            logits: [N, V] float32; raw ones are those before any mask or bias.
             tokens: [N] int32; -1 gives NaN and rank 0.
             num_top: how many best ids to give beside; more than V gives V.
+            ids: [N, K] int32, more ids to give the logprobs of; None for none.
         """
         with torch.inference_mode():
-            return DeviceLogprobs(*self._token_logprobs(logits, tokens, min(num_top, logits.shape[1])))
+            own = self._token_logprobs(logits, tokens, min(num_top, logits.shape[1]))
+            return DeviceLogprobs(*own, *(self._logprobs_of(logits, ids) if ids is not None else ()))
 
     def fetch_logprobs(self, logprobs: DeviceLogprobs) -> TokenLogprobs:
         """Wait for logprobs and bring them to the host."""
-        return TokenLogprobs(*(self._runtime.to_host(part).numpy() for part in logprobs))
+        return TokenLogprobs(*(self._runtime.to_host(part).numpy() for part in logprobs if part is not None))
 
     def logprobs(self, logits: Tensor, tokens: Sequence[int] | Int32Array, num_top: int = 0) -> TokenLogprobs:
         """`device_logprobs` of host tokens, on the host."""

@@ -1,7 +1,7 @@
 """What a request may ask of sampling, in vLLM's shape, checked by name and value.
 
-Values are checked when the object is made, ids and features when it is submitted. What this release does not run yet is
-refused there, never ignored.
+Values are checked when the object is made, ids when it is submitted; what cannot be combined, or not by this engine, is
+refused there by `core.features`, never ignored.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
-from typing import Any, Final
+from typing import Any, Final, Literal, get_args
 
 from deepinfer.core.errors import RequestError
 
@@ -19,21 +19,11 @@ MAX_SEED: Final = 2**64 - 1
 GREEDY_BELOW: Final = 1e-5
 """Temperatures below this are greedy, as in vLLM: dividing by less would only amplify rounding."""
 
-UNSUPPORTED_YET: Final[Mapping[str, tuple[Any, ...]]] = {
-    "n": (1,),
-    "min_tokens": (0,),
-    "stop": ((),),
-    "include_stop_str_in_output": (False,),
-    "detokenize": (True,),
-    "presence_penalty": (0.0,),
-    "frequency_penalty": (0.0,),
-    "repetition_penalty": (1.0,),
-    "logit_bias": (None, {}),
-    "allowed_token_ids": (None,),
-    "bad_words": ((),),
-    "logprob_token_ids": (None, ()),
-}
-"""Fields that this release does not run, and the values that ask for nothing."""
+MAX_BIAS: Final = 1e30
+"""Far above any logit, and far below where sums of float32 overflow."""
+MAX_CHOICES: Final = 16384
+
+LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
 
 
 class InvalidParameterError(RequestError, ValueError):
@@ -44,7 +34,7 @@ class InvalidParameterError(RequestError, ValueError):
 
 
 class UnsupportedParameterError(RequestError, ValueError):
-    """A sampling parameter asks for something this release does not do. Remedy: leave it out."""
+    """A sampling parameter asks for something that cannot be had here. Remedy: the message says what is in the way."""
 
     def __init__(self, code: str, message: str) -> None:
         super().__init__(code, message)
@@ -57,28 +47,35 @@ class SamplingParams:
     Lists become tuples; None in place of a list is an empty one.
 
     Attributes:
-        n: answers to the prompt.
+        n: answers to the prompt. They share its KV, and draw from random streams of their own.
         temperature: divides the logits; 0, and anything below 1e-5, takes the best token, ties to the lowest id.
         top_p: keep the shortest list of best tokens with this much probability, in (0, 1]; 1 is off.
         top_k: keep this many best tokens; -1 and 0 are off.
         min_p: keep tokens with at least this fraction of the best one's probability, in [0, 1]; 0 is off.
         seed: of this request's draws, 0 to 2^64 - 1. None: one is derived, and the result names it.
         max_tokens: most tokens to generate; 0 scores the prompt only.
-        min_tokens: no end before this many.
-        stop: strings that end the answer; one or a list.
+        min_tokens: no end before this many: ids that would end the answer cannot be drawn, stop strings are not heeded.
+        stop: strings that end the answer; one or a list. Text ends before the string, ids and logprobs with the token
+            that completes it.
         stop_token_ids: ids that end the answer, beside the model's own.
-        include_stop_str_in_output: leave the stop string in the text.
+        include_stop_str_in_output: leave the stop string, or the stop id's text, in the text.
         ignore_eos: do not end at the model's own end tokens.
         logprobs: record the logprob of every generated token, and of this many best ones (at most the vocabulary);
             None records nothing.
         prompt_logprobs: the same for prompt tokens.
-        logprob_token_ids: ids whose logprobs to record at every place.
+        logprob_token_ids: ids whose logprobs to record with those of every generated token, also without `logprobs`.
+        logprobs_mode: of generated tokens under the model's own distribution ("raw_logprobs"), or under what was drawn
+            from ("processed_logprobs": after masks, bias, penalties, temperature and filters; ids that these remove
+            have -inf). Prompt logprobs are always raw.
         presence_penalty: subtracted from the logits of generated tokens, in [-2, 2].
         frequency_penalty: the same, times their count.
         repetition_penalty: divides positive and multiplies negative logits of seen tokens; above 0.
         logit_bias: id to a number that is added to its logit.
         allowed_token_ids: only these may be generated.
-        bad_words: strings that may not be generated.
+        bad_words: strings that may not be generated, as the tokens they have at the begin of a text and behind a space.
+        golden_token_ids: generate these, whatever the model says, and report their logprobs; -1 leaves a place free.
+        thinking_budget: tokens of reasoning after which `</think>` is generated.
+        logits_processors: name of an installed processor to its argument (`core.logits_processors`).
         skip_special_tokens: leave special tokens out of the text.
         detokenize: make text.
 
@@ -101,17 +98,21 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     logprob_token_ids: Sequence[int] | None = None
+    logprobs_mode: LogprobsMode = "raw_logprobs"
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: Mapping[int, float] | None = None
     allowed_token_ids: Sequence[int] | None = None
     bad_words: Sequence[str] = ()
+    golden_token_ids: Sequence[int] | None = None
+    thinking_budget: int | None = None
+    logits_processors: Mapping[str, Any] | None = None
     skip_special_tokens: bool = True
     detokenize: bool = True
 
     def __post_init__(self) -> None:
-        self._integer("n", 1)
+        self._integer("n", 1, MAX_CHOICES, what=f"an integer, at least 1 and at most {MAX_CHOICES}")
         self._number("temperature", 0.0, math.inf, "0 (greedy) or a positive number")
         self._number("top_p", 0.0, 1.0, "above 0 and at most 1", open_low=True)
         self._integer("top_k", -1, what="a positive integer, or -1 or 0 for off")
@@ -119,13 +120,18 @@ class SamplingParams:
         self._integer("seed", 0, MAX_SEED, what="from 0 to 2^64 - 1, or None", optional=True)
         self._integer("max_tokens", 0, what="an integer, at least 0 (0 scores the prompt only)")
         self._integer("min_tokens", 0, self.max_tokens, what=f"from 0 to max_tokens, which is {self.max_tokens}")
-        for name in ("logprobs", "prompt_logprobs"):
+        for name in ("logprobs", "prompt_logprobs", "thinking_budget"):
             self._integer(name, 0, what="an integer, at least 0, or None", optional=True)
         for name in ("presence_penalty", "frequency_penalty"):
             self._number(name, -2.0, 2.0, "from -2 to 2")
         self._number("repetition_penalty", 0.0, math.inf, "above 0", open_low=True)
-        for name in ("stop_token_ids", "logprob_token_ids", "allowed_token_ids"):
+        for name in ("stop_token_ids", "logprob_token_ids", "allowed_token_ids", "golden_token_ids"):
             self._token_ids(name, optional=name != "stop_token_ids")
+        if self.allowed_token_ids is not None and not self.allowed_token_ids:
+            raise self._invalid("allowed_token_ids", "None, or a list of at least one token id")
+        if self.logprobs_mode not in get_args(LogprobsMode):
+            raise self._invalid("logprobs_mode", " or ".join(map(repr, get_args(LogprobsMode))))
+        self._processors()
         if isinstance(self.stop, str):
             self._set("stop", (self.stop,))
         for name in ("stop", "bad_words"):
@@ -140,8 +146,13 @@ class SamplingParams:
         """Whether every token is the best one, and nothing is drawn."""
         return self.temperature < GREEDY_BELOW
 
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether logprobs of generated tokens are recorded."""
+        return self.logprobs is not None or bool(self.logprob_token_ids)
+
     def validate(self, vocab_size: int) -> None:
-        """Check what only a model can: ids against its vocabulary; then refuse what this release does not run.
+        """Check ids against a model's vocabulary.
 
         `logprobs` above the vocabulary is fine: the vocabulary is what there is.
 
@@ -150,24 +161,17 @@ class SamplingParams:
 
         Raises:
             InvalidParameterError: an id is outside the vocabulary.
-            UnsupportedParameterError: a field of `UNSUPPORTED_YET` asks for something.
         """
-        for name in ("stop_token_ids", "logprob_token_ids", "allowed_token_ids", "logit_bias"):
+        for name in ("stop_token_ids", "logprob_token_ids", "allowed_token_ids", "golden_token_ids", "logit_bias"):
             ids: Collection[int] = getattr(self, name) or ()
+            lowest = -1 if name == "golden_token_ids" else 0
             for place, token_id in enumerate(ids):
-                if not 0 <= token_id < vocab_size:
+                if not lowest <= token_id < vocab_size:
                     where = f"[{place}]" if name != "logit_bias" else ""
                     raise InvalidParameterError(
                         "invalid_parameter",
                         f"{name}{where} has id {token_id}; ids of this model run from 0 to {vocab_size - 1}",
                     )
-        for name, neutral in UNSUPPORTED_YET.items():
-            value = getattr(self, name)
-            if value not in neutral:
-                raise UnsupportedParameterError(
-                    "unsupported_parameter",
-                    f"{name}={value!r} is not supported yet; leave it out or give {neutral[0]!r}",
-                )
 
     def _set(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)
@@ -218,12 +222,20 @@ class SamplingParams:
         for key, value in self.logit_bias.items():
             # JSON has no integer keys
             token_id = int(key) if isinstance(key, str) and re.fullmatch(r"-?[0-9]{1,18}", key) else key
-            if not _is_integer(token_id) or not _is_number(value) or not math.isfinite(value):
+            if not _is_integer(token_id) or not _is_number(value) or not abs(value) <= MAX_BIAS:
                 raise InvalidParameterError(
                     "invalid_parameter", f"logit_bias must map token ids to finite numbers, got {key!r}: {value!r}"
                 )
             bias[int(token_id)] = float(value)
         self._set("logit_bias", bias)
+
+    def _processors(self) -> None:
+        value = self.logits_processors
+        if value is None:
+            return
+        if not isinstance(value, Mapping) or not all(isinstance(name, str) and name for name in value):
+            raise self._invalid("logits_processors", "a mapping of a processor's name to its argument")
+        self._set("logits_processors", dict(value))
 
 
 def _is_integer(value: object) -> bool:

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from deepinfer.core.kv_blocks import NO_MATCH, KVBlockManager
+from deepinfer.core.errors import OutOfBlocksError
+from deepinfer.core.kv_blocks import NO_MATCH, KVBlockManager, KVCopy
 from deepinfer.core.request import Request
 from deepinfer.core.step_buffers import Int32Array
 
@@ -26,12 +27,14 @@ class StepPlan:
         seqs: [n] int32 handles.
         starts: [n] int32 positions of the first rows; upper bounds where steps with drafts are in flight.
         query_lens: [n] int32 rows of each.
+        copies: device memory to copy before the step, for choices that start from another one's KV.
     """
 
     requests: list[Request]
     seqs: Int32Array
     starts: Int32Array
     query_lens: Int32Array
+    copies: list[KVCopy] = field(default_factory=list)
 
 
 @dataclass
@@ -53,6 +56,7 @@ class Scheduler:
     running: list[Request] = field(default_factory=list)
     num_preemptions: int = 0
     _refused: tuple[Request, int] | None = None
+    _copies: list[KVCopy] = field(default_factory=list)
 
     @property
     def has_work(self) -> bool:
@@ -66,6 +70,7 @@ class Scheduler:
     def plan(self) -> StepPlan | None:
         """Choose the next step's rows and hold memory for them; None when nothing is left to run."""
         preemptions = self.num_preemptions
+        self._start_siblings()
         chosen: list[Request] = []
         rows: list[int] = []
         budget = self.max_rows
@@ -85,7 +90,8 @@ class Scheduler:
             return None
         seqs = np.fromiter((r.seq for r in chosen), dtype=np.int32, count=len(chosen))
         starts = np.fromiter((r.planned_computed for r in chosen), dtype=np.int32, count=len(chosen))
-        return StepPlan(chosen, seqs, starts, np.array(rows, dtype=np.int32))
+        copies, self._copies = self._copies, []
+        return StepPlan(chosen, seqs, starts, np.array(rows, dtype=np.int32), copies)
 
     def finish(self, request: Request) -> None:
         """Drop a request wherever it is and free what it holds."""
@@ -95,6 +101,26 @@ class Scheduler:
             self.running.remove(request)
         else:
             self.waiting.remove(request)
+
+    def _start_siblings(self) -> None:
+        """Start the other choices of requests whose prompts are stored up to the last token, as forks of the first."""
+        for parent in [r for r in self.running if r.siblings]:
+            stored = parent.num_computed
+            if stored < len(parent.prompt_token_ids) - 1 or stored < parent.replay_end:
+                continue
+            siblings, parent.siblings = parent.siblings, []
+            place = self.running.index(parent)
+            for number, sibling in enumerate(siblings, 1):
+                try:
+                    if len(self.running) >= self.max_num_seqs:
+                        raise OutOfBlocksError("no place among the running")
+                    sibling.seq, copies = self.blocks.fork(parent.seq)
+                except OutOfBlocksError:  # the rest wait, and compute the prompt again or find it stored
+                    self.waiting.extendleft(reversed(siblings[number - 1 :]))
+                    break
+                sibling.start_from(stored)
+                self.running.insert(place + number, sibling)
+                self._copies.extend(copies)
 
     def _rows(self, request: Request, budget: int) -> int:
         rows = request.next_rows(budget)
@@ -144,7 +170,11 @@ class Scheduler:
             if self._is_still_refused(request, free):
                 return
             tokens = np.array(request.prompt_token_ids + request.completion.token_ids, dtype=np.int32)
-            stored = self.blocks.match(tokens, request.prefix_salt) if request.use_prefix else NO_MATCH
+            stored = NO_MATCH
+            if request.use_prefix:
+                stored = self.blocks.match(
+                    tokens, request.prefix_salt, max_stored=request.max_stored, replay=request.replay_tokens
+                )
             # All known tokens and the next one must fit, so that admission does not cause the next preemption.
             most = self.blocks.blocks_for(min(request.num_tokens + 1, request.max_len))
             need = most - self.blocks.blocks_for(stored.num_tokens)
@@ -153,12 +183,23 @@ class Scheduler:
                 return
             self._refused = None
             self.waiting.popleft()
-            request.seq = self.blocks.open(tokens, request.prefix_salt, use_prefix=request.use_prefix)
-            request.start_from(stored.num_tokens)
+            request.seq = self.blocks.open(
+                tokens,
+                request.prefix_salt,
+                use_prefix=request.use_prefix,
+                max_stored=request.max_stored,
+                replay=request.replay_tokens,
+            )
+            request.start_from(stored.num_tokens, self.blocks.pool.num_replayed(request.seq))
             self.running.append(request)
+            if request.siblings and request.planned_computed >= len(request.prompt_token_ids) - 1:
+                # Nothing is left to share but what is stored, and that they find by themselves.
+                self.waiting.extendleft(reversed(request.siblings))
+                request.siblings = []
             count = self._rows(request, budget)
-            self.blocks.reserve(request.seq, stored.num_tokens + count)
-            reserved += most - self.blocks.blocks_for(stored.num_tokens + count)
+            end = request.planned_computed + count
+            self.blocks.reserve(request.seq, end)
+            reserved += most - self.blocks.blocks_for(max(end, stored.num_tokens))
             chosen.append(request)
             rows.append(count)
             budget -= count

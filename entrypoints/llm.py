@@ -12,9 +12,9 @@ from contextlib import nullcontext
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any, Literal, Unpack
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from deepinfer.core.config import EngineConfig, EngineSettings
 from deepinfer.core.errors import RequestError
@@ -207,16 +207,26 @@ class LLM:
         params = _spread(sampling_params, len(several))
         return self._stream(several, params)
 
-    def logits(self, token_ids: Sequence[int], chunk_size: int | None = None, decode_from: int | None = None) -> Tensor:
+    def logits(
+        self,
+        token_ids: Sequence[int],
+        chunk_size: int | None = None,
+        decode_from: int | None = None,
+        *,
+        replay: Literal["off", "decoder"] = "off",
+        keep_tokens: int | None = None,
+    ) -> Tensor:
         """Logits at every position of a prompt, through the engine's own prefill and caches.
 
         Args:
             token_ids: the prompt.
             chunk_size: most rows of one step; by default the engine's budget.
             decode_from: position from which tokens run one at a time.
+            replay: "decoder" runs only the last `keep_tokens` rows in the decoder layers, as the setting `replay` does.
+            keep_tokens: by default `replay_keep_tokens` of the engine; at least the model's window.
 
         Returns:
-            [len, vocab] float32 on the CPU; row i is the distribution after token i.
+            [len, vocab] float32 on the CPU; row i is the distribution after token i, NaN where replay dropped it.
 
         Raises:
             RequestError: the prompt cannot be served, or the model gave no finite number.
@@ -237,13 +247,16 @@ class LLM:
                     chunk_size=chunk_size,
                     decode_from=decode_from,
                     return_logits=True,
+                    replay=replay,
+                    keep_tokens=keep_tokens,
                 )
             )
             self.session.run_until(lambda: bool(done))
         if done[0].error is not None:
             raise done[0].error
-        assert done[0].prompt_logits is not None, "the engine keeps logits when asked to"
-        return done[0].prompt_logits
+        kept = done[0].prompt_logits
+        assert kept is not None, "the engine keeps logits when asked to"
+        return nn.functional.pad(kept, (0, 0, len(token_ids) - len(kept), 0), value=float("nan"))
 
     @property
     def engine(self) -> Engine:

@@ -1,10 +1,10 @@
 """From logits to tokens: masks, filters, the draw, and logprobs of what was drawn.
 
-Scores are fp32. Whoever calls these ops keeps this order, of which the first steps are other ops' (those marked * come
-in a later release) and the last four are `process_logits`:
+Scores are fp32. Whoever calls these ops keeps this order, of which the first steps are `apply_bitmask` and the ops of
+`ops.shaping`, and the last four are `process_logits`:
 
-    grammar mask (`apply_bitmask`), allowed ids*, bad words*, min_tokens*, logit bias*, penalties*,
-    divide by temperature, min-p, top-k, top-p
+    grammar mask, allowed ids (`apply_bitmask`), bad words, min_tokens, logit bias (`adjust_logits`),
+    penalties (`apply_penalties`), divide by temperature, min-p, top-k, top-p
 
 The draw is Gumbel-max: the argmax over kept ids of score + g, where g is a fixed function of (seed, output index,
 choice, token id). It is exact, needs no sum that could depend on an order, and gives the same token alone, in any batch

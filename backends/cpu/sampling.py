@@ -13,6 +13,7 @@ from deepinfer.backends.cpu import BACKEND, _kernels
 from deepinfer.backends.cpu.tensors import num_threads
 from deepinfer.ops.errors import OpArgumentError
 from deepinfer.ops.sampling import apply_bitmask, process_logits, sample, token_logprobs
+from deepinfer.ops.shaping import adjust_logits, apply_penalties, logprobs_of, put_rows
 from deepinfer.ops.verification import VerifyMode, verify
 
 _Floats = NDArray[np.float32]
@@ -86,6 +87,42 @@ def token_logprobs_cpu(logits: Tensor, tokens: Tensor, num_top: int) -> tuple[Te
         num_threads(),
     )
     return logprob, rank, top_ids, top_logprobs
+
+
+@BACKEND.implements(adjust_logits)
+def adjust_logits_cpu(logits: Tensor, rows: Tensor, ids: Tensor, values: Tensor) -> None:
+    """Few single numbers: torch does it in one gather and one scatter."""
+    adjust_logits.reference(logits, rows, ids, values)
+
+
+@BACKEND.implements(apply_penalties)
+def apply_penalties_cpu(
+    logits: Tensor,
+    rows: Tensor,
+    ids: Tensor,
+    counts: Tensor,
+    repetition: Tensor,
+    frequency: Tensor,
+    presence: Tensor,
+) -> None:
+    """The same: only what was seen is touched."""
+    apply_penalties.reference(logits, rows, ids, counts, repetition, frequency, presence)
+
+
+@BACKEND.implements(put_rows)
+def put_rows_cpu(x: Tensor, rows: Tensor, values: Tensor) -> None:
+    """Torch's own."""
+    put_rows.reference(x, rows, values)
+
+
+@BACKEND.implements(logprobs_of)
+def logprobs_of_cpu(logits: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+    """A pass of `token_logprobs` per id; ids are few."""
+    logprob = torch.empty(ids.shape, dtype=torch.float32)
+    rank = torch.empty(ids.shape, dtype=torch.int32)
+    for place in range(ids.shape[1]):
+        logprob[:, place], rank[:, place], _, _ = token_logprobs_cpu(logits, ids[:, place], 0)
+    return logprob, rank
 
 
 @BACKEND.implements(verify)

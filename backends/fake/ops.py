@@ -23,7 +23,7 @@ from deepinfer.backends.fake.streams import Work
 from deepinfer.backends.fake.tensor import FakeTensor
 from deepinfer.ops.backend import Backend, BindContext, Dims, FunctionPlan, Plan
 from deepinfer.ops.catalog import defined_ops
-from deepinfer.ops.errors import CaptureError, OpArgumentError
+from deepinfer.ops.errors import OpArgumentError
 from deepinfer.ops.registry import OpTable, discover_backends
 from deepinfer.ops.spec import OpSpec
 
@@ -83,9 +83,10 @@ class FakePlan:
             name: self._take(value, name, writes if name in self.op.mutates else reads)
             for name, value in arguments.items()
         }
-        result = self._results(arguments) if out is None else out
-        if result is _UNKNOWN:
+        shaped = RESULTS.get(self.op.name)
+        if out is None and shaped is None:
             return self._run_and_wait(taken, reads, writes)
+        result = out if shaped is None or out is not None else shaped(self.runtime.empty, SimpleNamespace(**arguments))
         targets: list[Ref] = []
         self._take(result, "out", targets)
 
@@ -98,27 +99,17 @@ class FakePlan:
         return result
 
     def _run_and_wait(self, taken: Mapping[str, Any], reads: list[Ref], writes: list[Ref]) -> Any:
-        """An op whose result has a size that only its values know."""
+        """An op whose results have shapes that are not known before it ran."""
         got: list[Any] = []
 
         def compute() -> None:
             got.append(self.host.run(**_give(taken)))
 
         work = Work(self.op.name, compute, tuple(reads), tuple(writes))
-        self.runtime.wait_for(self.runtime.submit(work, launch=True), f"{self.op.name}, whose shape depends on values,")
+        self.runtime.wait_for(
+            self.runtime.submit(work, launch=True), f"{self.op.name}, the size of whose result is not declared,"
+        )
         return _map(got[0], self.runtime.to_device)
-
-    def _results(self, arguments: Mapping[str, Any]) -> Any:
-        shaped = RESULTS.get(self.op.name)
-        if shaped is not None:
-            return shaped(self.runtime.empty, SimpleNamespace(**arguments))
-        try:
-            asked = self.op.reference(**_map(dict(arguments), _shadow))
-            return _map(asked, lambda t: self.runtime.empty(tuple(t.shape), t.dtype))
-        except CaptureError:
-            raise
-        except Exception:  # references may look at values; then the op itself must say
-            return _UNKNOWN
 
     def _take(self, value: Any, name: str, refs: list[Ref]) -> Any:
         """An argument as queued work holds it: memory by `Ref`, so that it lives no longer than the program wants."""
@@ -137,13 +128,6 @@ class FakePlan:
             return tensor
 
         return _map(value, take, _Struct)
-
-
-_UNKNOWN: Final = object()
-
-
-def _shadow(tensor: Tensor) -> Tensor:
-    return tensor.shadow if isinstance(tensor, FakeTensor) else torch.empty_like(tensor, device="meta")
 
 
 def _map(value: Any, function: Callable[[Tensor], Any], struct: type[_Struct] | None = None) -> Any:

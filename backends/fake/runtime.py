@@ -147,7 +147,7 @@ class FakeRuntime:
     def to_host_later(self, tensor: Tensor) -> HostCopy:
         """Queue a copy to the host; the result can be read once the host has waited for it."""
         with self._lock:
-            self._refuse_in_graph("a copy to the host")
+            self.refuse_in_graph("a copy to the host")
             ref = self.ref(tensor)
             target = torch.full((prod(ref.shape) * ref.dtype.itemsize,), POISON, dtype=torch.uint8)
             target = target.view(ref.dtype).view(ref.shape)
@@ -170,7 +170,7 @@ class FakeRuntime:
     @contextmanager
     def use_stream(self, stream: int) -> Iterator[None]:
         """Work submitted inside goes to that stream; memory allocated inside is freed in its order."""
-        self._refuse_in_graph("a change of stream")
+        self.refuse_in_graph("a change of stream")
         before, self._current = self._current, stream
         try:
             yield
@@ -185,7 +185,7 @@ class FakeRuntime:
             DeviceError: what went wrong since the host last looked.
         """
         with self._lock:
-            self._refuse_in_graph("synchronize")
+            self.refuse_in_graph("synchronize")
             self._bury()
             self._device.wait(None)
             self._device.raise_failure()
@@ -200,7 +200,7 @@ class FakeRuntime:
             CaptureError: the step allocates, reads on the host, waits, or uses another stream; nothing is left behind.
         """
         with self._lock:
-            self._refuse_in_graph("another capture")
+            self.refuse_in_graph("another capture")
             self._graph = []
             try:
                 step()
@@ -210,7 +210,7 @@ class FakeRuntime:
 
         def replay() -> None:
             with self._lock:
-                self._refuse_in_graph("a replay")
+                self.refuse_in_graph("a replay")
                 for work in graph:
                     self.submit(work.again())
 
@@ -246,7 +246,7 @@ class FakeRuntime:
     def wait_for(self, work: Work, what: str) -> None:
         """Make the host wait for queued work, and know what was ordered before it."""
         with self._lock:
-            self._refuse_in_graph(what)
+            self.refuse_in_graph(what)
             self._device.wait(work)
             self._device.raise_failure()
             self._learn(work)
@@ -254,7 +254,7 @@ class FakeRuntime:
     def poll(self, work: Work) -> bool:
         """Whether work is done; every question lets the device go on a little."""
         with self._lock:
-            self._refuse_in_graph("a query")
+            self.refuse_in_graph("a query")
             self._device.nudge()
             self._device.raise_failure()
             if work.done:
@@ -265,13 +265,14 @@ class FakeRuntime:
         """Whether the host has waited for work, directly or by what came after it."""
         return self._known.get(work.stream, 0) > work.place
 
+    def refuse_in_graph(self, what: str) -> None:
+        """Raise a `CaptureError` while a graph is captured; `what` says what was tried."""
+        if self._graph is not None:
+            raise CaptureError(f"{what} while a graph is captured: a graph holds device work of one stream alone")
+
     def _learn(self, work: Work) -> None:
         for stream, count in work.clock.items():
             self._known[stream] = max(self._known.get(stream, 0), count)
-
-    def _refuse_in_graph(self, what: str) -> None:
-        if self._graph is not None:
-            raise CaptureError(f"{what} while a graph is captured: a graph holds device work of one stream alone")
 
     def _bury(self) -> None:
         """Queue the freeing of blocks whose last tensor has died."""
@@ -293,24 +294,24 @@ class FakeEvent:
 
     def record(self) -> None:
         """Mark the current end of the current stream; an older mark is forgotten."""
-        self.runtime._refuse_in_graph("event.record")
+        self.runtime.refuse_in_graph("event.record")
         self._mark = self.runtime.submit(Work("event", always=True))
 
     def wait(self) -> None:
         """Make later work of the current stream wait for the mark."""
-        self.runtime._refuse_in_graph("event.wait")
+        self.runtime.refuse_in_graph("event.wait")
         if self._mark is not None:
             self.runtime.submit(Work("wait", after=self._mark, always=True))
 
     def synchronize(self) -> None:
         """Block the host until the mark is reached."""
-        self.runtime._refuse_in_graph("event.synchronize")
+        self.runtime.refuse_in_graph("event.synchronize")
         if self._mark is not None:
             self.runtime.wait_for(self._mark, "event.synchronize")
 
     def query(self) -> bool:
         """True when the mark has been reached; asking lets time pass."""
-        self.runtime._refuse_in_graph("event.query")
+        self.runtime.refuse_in_graph("event.query")
         return self._mark is None or self.runtime.poll(self._mark)
 
 
@@ -339,7 +340,9 @@ class HostCopy:
             HostReadError: the host has waited neither for the copy nor for anything behind it.
         """
         if not self.runtime.knows(self.work):
-            raise HostReadError("the target of a copy was read before the host waited for the copy, or an event after it")
+            raise HostReadError(
+                "the target of a copy was read before the host waited for the copy, or an event after it"
+            )
         return self._target
 
 

@@ -1,8 +1,8 @@
 """What each op returns, known before it runs: shapes and dtypes of its results from its arguments.
 
-One entry per op, from the `Returns:` section of its contract; the device thread holds every result against it. An op
-without an entry is asked through its reference on tensors without memory, and where that cannot say (sizes that depend
-on values) the host waits for the op.
+One entry per op, from the `Returns:` section of its contract; the device thread holds every result against it. The host
+waits for an op without an entry, so a new op works at once, and only `index_logits_ragged`, whose size depends on
+values, has a reason to stay without.
 """
 
 from __future__ import annotations
@@ -125,9 +125,7 @@ RESULTS: Final[Mapping[str, Callable[[New, Arguments], Any]]] = {
     "moe_gate": _moe_gate,
     "ep_dispatch": _dispatch,
     "moe_grouped_gemm": lambda new, a: new((a.x.shape[0], a.weight.shape[-2]), a.out_dtype),
-    "swiglu_quant": lambda new, a: (
-        _like(new, a.gate) if a.fmt is None else _codes(new, tuple(a.gate.shape), a.fmt)
-    ),
+    "swiglu_quant": lambda new, a: _like(new, a.gate) if a.fmt is None else _codes(new, tuple(a.gate.shape), a.fmt),
     "ep_combine": lambda new, a: new((a.handle.slot_to_row.shape[0], a.y.shape[1]), a.out_dtype),
     "expert_shuffle": lambda new, a: _rows(new, a.weight, a.source.shape[0]),
     "mhc_prenorm_mix": lambda new, a: new((a.h.shape[0], a.fn.shape[0]), _F32),
@@ -152,6 +150,10 @@ RESULTS: Final[Mapping[str, Callable[[New, Arguments], Any]]] = {
     "process_logits": lambda new, a: new(tuple(a.logits.shape), _F32),
     "sample": lambda new, a: new((a.logits.shape[0],), _I32),
     "token_logprobs": _token_logprobs,
+    "adjust_logits": _nothing,
+    "apply_penalties": _nothing,
+    "put_rows": _nothing,
+    "logprobs_of": lambda new, a: (new(tuple(a.ids.shape), _F32), new(tuple(a.ids.shape), _I32)),
     "verify": lambda new, a: (new((a.cu_seqlens.shape[0] - 1,), _I32), new((a.logits.shape[0],), _I32)),
     "advance_step": _nothing,
     "advance_history": _nothing,

@@ -18,19 +18,24 @@ from deepinfer.backends.fake.memory import Allocation, Ref
 
 DEVICE: Final = torch.device("privateuseone", 0)
 
-_QUESTIONS: Final = frozenset(
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+_QUESTIONS: Final = _words(
     """
     shape dtype device ndim layout itemsize nbytes is_meta is_cuda is_cpu is_sparse is_quantized is_leaf requires_grad
     size stride dim ndimension numel nelement element_size storage_offset is_contiguous is_floating_point is_complex
     is_signed is_inference is_pinned get_device __len__ __hash__ __class__
-    """.split()
+    """
 )
-_VIEWS: Final = frozenset(
+_VIEWS: Final = _words(
     """
     __getitem__ select narrow split split_with_sizes tensor_split chunk unbind __iter__ view view_as reshape reshape_as
     flatten unflatten ravel unsqueeze squeeze transpose swapaxes swapdims permute movedim moveaxis t T mT adjoint
     expand expand_as broadcast_to as_strided unfold diagonal alias detach
-    """.split()
+    """
 )
 
 
@@ -47,9 +52,9 @@ class FakeTensor(Tensor):
     _ref: Ref | None
 
     @staticmethod
-    def __new__(cls, allocation: Allocation, shadow: Tensor) -> FakeTensor:
+    def __new__(cls: type[FakeTensor], allocation: Allocation, shadow: Tensor) -> FakeTensor:
         """Wrap memory in the geometry of `shadow`."""
-        made: FakeTensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        made: FakeTensor = torch.Tensor._make_wrapper_subclass(
             cls,
             shadow.shape,
             strides=shadow.stride(),
@@ -69,7 +74,7 @@ class FakeTensor(Tensor):
         """What queued work holds; for the runtime and op implementations."""
         if self._ref is None:
             shadow = self.shadow
-            self._ref = self.allocation.ref(shadow.dtype, shadow.shape, shadow.stride(), shadow.storage_offset())
+            self._ref = self.allocation.ref(shadow.dtype, shadow.shape, shadow.stride(), int(shadow.storage_offset()))
         return self._ref
 
     @property
@@ -82,7 +87,7 @@ class FakeTensor(Tensor):
         """Element type; as `shape`."""
         return self.shadow.dtype
 
-    def __repr__(self, *, tensor_contents: None = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         shadow = self.shadow
         return f"FakeTensor(shape={tuple(shadow.shape)}, dtype={shadow.dtype}, at={self.allocation.block.address:#x})"
 
@@ -114,7 +119,7 @@ class FakeTensor(Tensor):
         raise HostAccessError(_call(name), "" if name.startswith("_") else "this is neither a view nor an op")
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """What slips past `__torch_function__`, such as a call from C++."""
@@ -130,7 +135,9 @@ def _call(name: str) -> str:
     return f"Tensor.{name}" if name.startswith("_") else f"torch's {name}()"
 
 
-def _view(name: str, func: Callable[..., Any], base: FakeTensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+def _view(
+    name: str, func: Callable[..., Any], base: FakeTensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Any:
     if name == "__getitem__" and not all(map(_plain_index, args[0] if isinstance(args[0], tuple) else args)):
         raise HostAccessError(_call(name), "an index by lists or tensors is a computation (`gather_rows`), not a view")
     shadows = [a.shadow if isinstance(a, FakeTensor) else a for a in args]
@@ -147,6 +154,6 @@ def _plain_index(index: object) -> bool:
 
 
 def _wrap(name: str, base: FakeTensor, shadow: Tensor) -> FakeTensor:
-    if not torch._C._is_alias_of(base.shadow, shadow):
+    if not torch._C._is_alias_of(base.shadow, shadow):  # type: ignore[attr-defined]
         raise HostAccessError(_call(name), f"it would copy, since strides {base.shadow.stride()} allow no such view")
     return FakeTensor(base.allocation, shadow)

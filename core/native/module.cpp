@@ -118,18 +118,20 @@ void bind_pool(py::module_& m) {
   };
   getter("num_tokens", [](const Sequence& sequence) { return sequence.num_tokens(); });
   getter("num_computed", [](const Sequence& sequence) { return sequence.num_computed; });
+  getter("num_replayed", [](const Sequence& sequence) { return sequence.num_replayed; });
   getter("first_page", [](const Sequence& sequence) { return sequence.first_page; });
   getter("tokens", [](const Sequence& sequence) { return copy_out(sequence.tokens); });
   getter("blocks", [](const Sequence& sequence) { return copy_out(sequence.blocks); });
   getter("pages", [](const Sequence& sequence) { return copy_out(sequence.pages); });
 
   cls.def("open",
-          [](KVPool& p, const py::array& tokens, uint64_t salt, bool use_prefix) {
+          [](KVPool& p, const py::array& tokens, uint64_t salt, bool use_prefix, int64_t max_stored, int64_t replay) {
             const auto t = input_vector("token_ids", tokens);
             py::gil_scoped_release released;
-            return p.open(t, salt, use_prefix);
+            return p.open(t, salt, use_prefix, {max_stored, replay});
           },
-          py::arg("token_ids"), py::arg("salt") = 0, py::arg("use_prefix") = false)
+          py::arg("token_ids"), py::arg("salt") = 0, py::arg("use_prefix") = false,
+          py::arg("max_stored") = PrefixUse{}.max_tokens, py::arg("replay") = 0)
       .def("close", &KVPool::close, py::arg("seq"))
       .def("append_many",
            [](KVPool& p, int64_t seq, const py::array& tokens) { p.append_many(seq, input_vector("tokens", tokens)); },
@@ -151,13 +153,14 @@ void bind_pool(py::module_& m) {
 
   cls.def("enable_prefix", &KVPool::enable_prefix, py::arg("page_interval") = 4096)
       .def("match",
-           [](const KVPool& p, const py::array& tokens, uint64_t salt) {
+           [](const KVPool& p, const py::array& tokens, uint64_t salt, int64_t max_stored, int64_t replay) {
              const auto t = input_vector("token_ids", tokens);
              py::gil_scoped_release released;
-             const PrefixMatch found = p.match(t, salt);
+             const PrefixMatch found = p.match(t, salt, {max_stored, replay});
              return std::pair(found.num_tokens, found.num_idle_blocks);
            },
-           py::arg("token_ids"), py::arg("salt") = 0)
+           py::arg("token_ids"), py::arg("salt") = 0, py::arg("max_stored") = PrefixUse{}.max_tokens,
+           py::arg("replay") = 0)
       .def("quarantine", &KVPool::quarantine, py::arg("seq"))
       .def("reset_prefix", &KVPool::reset_prefix)
       .def("prefix_stats", &as_dict);

@@ -50,6 +50,13 @@ void require_same_size(const char* first, size_t first_size, const char* second,
   }
 }
 
+void require_settled(const Sequence& sequence, int64_t seq, const char* what) {
+  if (sequence.num_replayed > 0) {
+    throw std::invalid_argument(text("sequence ", seq, ": cannot be ", what, " before it has run ",
+                                     sequence.num_replayed, " adopted tokens again and committed"));
+  }
+}
+
 void require_position(const char* name, int64_t value) {
   if (value < 0 || value > kInt32Max) {
     throw std::invalid_argument(text(name, " is ", value, "; it must be in 0..", kInt32Max));
@@ -64,7 +71,7 @@ KVPool::KVPool(const PoolConfig& config)
       pages_(static_cast<int32_t>(config.num_window_pages)),
       sequences_(static_cast<int32_t>(config.num_slots)) {}
 
-int32_t KVPool::open(std::span<const int32_t> tokens, uint64_t salt, bool use_prefix) {
+int32_t KVPool::open(std::span<const int32_t> tokens, uint64_t salt, bool use_prefix, PrefixUse use) {
   require_position("number of tokens", static_cast<int64_t>(tokens.size()));
   if (sequences_.num_free() == 0) throw PoolExhausted("need 1 sequence slot, 0 free");
   Sequence sequence;
@@ -72,7 +79,7 @@ int32_t KVPool::open(std::span<const int32_t> tokens, uint64_t salt, bool use_pr
   sequence.prefix.enabled = use_prefix && index_.has_value();
   sequence.prefix.salt = salt;
   sequence.prefix.num_opened = static_cast<int32_t>(tokens.size());
-  adopt(sequence);
+  adopt(sequence, use);
   return sequences_.open(std::move(sequence));
 }
 
@@ -138,6 +145,7 @@ void KVPool::commit(std::span<const int32_t> seqs, std::span<const int32_t> new_
   for (size_t i = 0; i < seqs.size(); ++i) {
     Sequence& sequence = sequences_[seqs[i]];
     sequence.num_computed = new_computed[i];
+    sequence.num_replayed = 0;
     register_blocks(sequence);  // before its pages go
     // After a rollback the formula can name a page that is gone already; it never comes back.
     const int64_t behind = first_page(sequence.num_computed, config_.lookback) - sequence.first_page;
@@ -160,6 +168,7 @@ std::vector<Copy> KVPool::truncate(int64_t seq, int64_t num_tokens) {
     sequence.tokens.clear();
     return {};
   }
+  if (num_tokens < sequence.num_computed) require_settled(sequence, seq, "truncated");
   const int64_t computed = std::min<int64_t>(sequence.num_computed, num_tokens);
   if (first_page(computed, config_.window) < sequence.first_page) {
     throw std::invalid_argument(text("sequence ", seq, ": cannot truncate to ", num_tokens,
@@ -206,6 +215,7 @@ void KVPool::release_memory(int64_t seq) { free_memory(sequences_.at(seq)); }
 
 std::pair<int32_t, std::vector<Copy>> KVPool::fork(int64_t seq) {
   const Sequence& parent = sequences_.at(seq);
+  require_settled(parent, seq, "forked");
   const int64_t full_blocks = parent.num_computed / config_.block_size;
   const int64_t full_pages = parent.num_computed / config_.window_page - parent.first_page;
   const bool copy_block = parent.num_computed % config_.block_size != 0;
@@ -264,6 +274,7 @@ void KVPool::free_memory(Sequence& sequence) {
   sequence.prefix.tip = {};
   sequence.first_page = 0;
   sequence.num_computed = 0;
+  sequence.num_replayed = 0;
 }
 
 int64_t KVPool::first_page(int64_t num_computed, int64_t reach) const {

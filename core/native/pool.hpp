@@ -13,12 +13,16 @@
 //
 // With enable_prefix(), commit() enters full blocks and their window pages into the prefix index, and open() adopts them:
 // a sequence then starts at a block boundary, and so at a page boundary, and what it adopted is never written again.
+// A sequence that adopts blocks without their window pages (PrefixUse::replay) has num_replayed > 0 until its first
+// commit: rows from num_computed - num_replayed on run once more, into pages of its own, and pages are held from there.
+//
 // What only the index wants counts as free and is given up when ids run out. pool_prefix.cpp holds this part.
 //
 // Not thread safe: one engine thread owns a pool. Calls are all or nothing: one that throws has changed nothing.
 #pragma once
 
 #include <cstdint>
+#include <limits>
 #include <optional>
 #include <span>
 #include <stdexcept>
@@ -67,10 +71,19 @@ struct PrefixStats {
   int64_t disabled = 0;
 };
 
-// The longest prefix that open() would adopt.
+// Which stored prefixes a sequence may start from.
+struct PrefixUse {
+  int64_t max_tokens = std::numeric_limits<int32_t>::max();  // longest one, with its window pages
+  // Where this is not 0, a longer one is adopted without its window pages, and so many tokens at its end run again to
+  // make them, or a few more up to a page boundary. What is computed behind that is not entered into the index.
+  int64_t replay = 0;
+};
+
+// The prefix that open() would adopt.
 struct PrefixMatch {
   int64_t num_tokens = 0;
   int64_t num_idle_blocks = 0;  // of its blocks, those that no sequence holds: adopting them leaves as many fewer free
+  int64_t num_replayed = 0;     // of its tokens, those at its end that are to run again
 };
 
 class KVPool {
@@ -84,7 +97,7 @@ class KVPool {
   int64_t num_free_pages() const { return pages_.num_free(); }
   int64_t num_free_slots() const { return sequences_.num_free(); }
 
-  int32_t open(std::span<const int32_t> tokens, uint64_t salt = 0, bool use_prefix = false);
+  int32_t open(std::span<const int32_t> tokens, uint64_t salt = 0, bool use_prefix = false, PrefixUse use = {});
   void close(int64_t seq);
   void append(std::span<const int32_t> seqs, std::span<const int32_t> tokens);
   void append_many(int64_t seq, std::span<const int32_t> tokens);
@@ -101,7 +114,7 @@ class KVPool {
 
   // Window pages behind every multiple of `page_interval` tokens outlast those of other boundaries.
   void enable_prefix(int64_t page_interval);
-  PrefixMatch match(std::span<const int32_t> tokens, uint64_t salt) const;
+  PrefixMatch match(std::span<const int32_t> tokens, uint64_t salt, PrefixUse use = {}) const;
   // The sequence's prefix leaves the index with all that continues it, and the sequence enters nothing more.
   void quarantine(int64_t seq);
   void reset_prefix();
@@ -126,7 +139,13 @@ class KVPool {
   int64_t num_window_pages_at(int64_t boundary) const;
   bool is_worth_pages(const Sequence& sequence, int64_t boundary) const;
   int64_t adoptable(std::span<const int32_t> chain) const;
-  void adopt(Sequence& sequence);
+  struct Adoption {
+    std::vector<int32_t> chain;  // entries of all leading blocks that are stored
+    int64_t num_blocks;          // of these, those to adopt
+    int64_t num_replayed;
+  };
+  Adoption find_adoption(std::span<const int32_t> tokens, uint64_t salt, PrefixUse use) const;
+  void adopt(Sequence& sequence, PrefixUse use);
   void register_blocks(Sequence& sequence);
   int32_t register_next_block(Sequence& sequence, int32_t parent);
   void rank_pages(int32_t tip, int64_t boundary, Rank rank);

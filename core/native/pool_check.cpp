@@ -50,9 +50,14 @@ void KVPool::check_sequence(int32_t seq) const {
   };
   require(computed >= 0 && computed <= sequence.num_tokens(), "num_computed is outside its tokens");
   require(missing_blocks(sequence, computed) == 0, "computed positions lack blocks");
-  require(missing_pages(sequence, computed) == 0, "computed positions lack window pages");
-  require(sequence.first_page <= first_page(computed, config_.window), "the next query's window is freed");
-  require(sequence.first_page >= first_page(computed, config_.lookback), "pages behind the window are held");
+  if (sequence.num_replayed == 0) {
+    require(missing_pages(sequence, computed) == 0, "computed positions lack window pages");
+    require(sequence.first_page <= first_page(computed, config_.window), "the next query's window is freed");
+    require(sequence.first_page >= first_page(computed, config_.lookback), "pages behind the window are held");
+  } else {
+    require(sequence.first_page * config_.window_page == computed - sequence.num_replayed,
+            "pages are not held from the first replayed position on");
+  }
   const auto writable = [](const RefCountedIds& ids, const std::vector<int32_t>& held, int64_t from) {
     for (size_t i = static_cast<size_t>(from); i < held.size(); ++i) {
       if (ids.refs(held[i]) != 1 || ids.is_cached(held[i])) return false;

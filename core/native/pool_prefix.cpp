@@ -18,14 +18,11 @@ void KVPool::enable_prefix(int64_t page_interval) {
   page_interval_ = page_interval;
 }
 
-PrefixMatch KVPool::match(std::span<const int32_t> tokens, uint64_t salt) const {
+PrefixMatch KVPool::match(std::span<const int32_t> tokens, uint64_t salt, PrefixUse use) const {
   if (!index_ || tokens.empty()) return {};
-  // The last token must run, to give logits.
-  const auto most = static_cast<int64_t>(tokens.size() - 1) / config_.block_size;
-  const std::vector<int32_t> chain = index_->walk(tokens, salt, most);
-  const int64_t count = adoptable(chain);
+  const auto [chain, count, replayed] = find_adoption(tokens, salt, use);
   const auto is_idle = [this](int32_t block) { return blocks_.is_idle(block); };
-  return {count * config_.block_size, std::count_if(chain.begin(), chain.begin() + count, is_idle)};
+  return {count * config_.block_size, std::count_if(chain.begin(), chain.begin() + count, is_idle), replayed};
 }
 
 void KVPool::quarantine(int64_t seq) {
@@ -58,7 +55,7 @@ bool KVPool::is_worth_pages(const Sequence& sequence, int64_t boundary) const {
   const auto last_before = [this](int64_t length) { return length / config_.block_size * config_.block_size; };
   // Equal tokens can be continued up to the boundary before the last of them, longer ones up to the last.
   return boundary % page_interval_ == 0 || boundary == last_before(prefix.num_opened) ||
-         boundary == last_before(prefix.num_opened - 1) || boundary == prefix.num_matched * config_.block_size;
+         boundary == last_before(prefix.most_adopted) || boundary == prefix.num_matched * config_.block_size;
 }
 
 // Blocks of a chain that a sequence can start from: up to the last boundary whose window pages are all held.
@@ -71,23 +68,39 @@ int64_t KVPool::adoptable(std::span<const int32_t> chain) const {
   return count;
 }
 
-void KVPool::adopt(Sequence& sequence) {
+// What to start from. A prefix without window pages must save more rows than have to run again.
+KVPool::Adoption KVPool::find_adoption(std::span<const int32_t> tokens, uint64_t salt, PrefixUse use) const {
+  // The last token must run, to give logits.
+  const int64_t most = std::max<int64_t>(0, static_cast<int64_t>(tokens.size()) - 1) / config_.block_size;
+  std::vector<int32_t> chain = index_->walk(tokens, salt, most);
+  const auto stored = static_cast<int64_t>(chain.size());
+  const int64_t limit = std::clamp<int64_t>(use.max_tokens / config_.block_size, 0, stored);
+  const int64_t count = adoptable(std::span(chain).first(static_cast<size_t>(limit)));
+  if (use.replay > 0) {
+    const int64_t boundary = stored * config_.block_size;
+    const int64_t start = std::max<int64_t>(0, boundary - use.replay) / config_.window_page * config_.window_page;
+    if (boundary - count * config_.block_size > boundary - start) return {std::move(chain), stored, boundary - start};
+  }
+  return {std::move(chain), count, 0};
+}
+
+void KVPool::adopt(Sequence& sequence, PrefixUse use) {
   PrefixState& prefix = sequence.prefix;
   if (!prefix.enabled) {
     ++prefix_stats_.disabled;
     return;
   }
-  const int64_t most = std::max<int64_t>(0, sequence.num_tokens() - 1) / config_.block_size;
-  const std::vector<int32_t> chain = index_->walk(sequence.tokens, prefix.salt, most);
-  const int64_t count = adoptable(chain);
+  const int64_t longest = std::min(use.max_tokens, std::max<int64_t>(0, sequence.num_tokens() - 1));
+  prefix.most_adopted = static_cast<int32_t>(longest);
+  const auto [chain, count, replayed] = find_adoption(sequence.tokens, prefix.salt, use);
   const int64_t boundary = count * config_.block_size;
   const auto matched = static_cast<int64_t>(chain.size());
   ++prefix_stats_.queries;
   prefix_stats_.query_tokens += sequence.num_tokens();
-  prefix_stats_.hit_tokens += boundary;
+  prefix_stats_.hit_tokens += boundary - replayed;
   prefix_stats_.pageless_tokens += matched * config_.block_size - boundary;
   ++(count > 0     ? prefix_stats_.hits
-     : most == 0   ? prefix_stats_.missed_too_short
+     : longest < config_.block_size ? prefix_stats_.missed_too_short
      : matched > 0 ? prefix_stats_.missed_no_pages
                    : prefix_stats_.missed_no_block);
   prefix.num_matched = static_cast<int32_t>(matched);
@@ -96,20 +109,26 @@ void KVPool::adopt(Sequence& sequence) {
   const int32_t tip = chain[static_cast<size_t>(count - 1)];
   sequence.blocks.assign(chain.begin(), chain.begin() + count);
   for (const int32_t block : sequence.blocks) blocks_.add_ref(block);
+  sequence.num_computed = static_cast<int32_t>(boundary);
+  prefix.num_registered = static_cast<int32_t>(count);
+  prefix.tip = index_->tip(tip);
+  if (replayed > 0) {
+    prefix.stores = false;
+    sequence.num_replayed = static_cast<int32_t>(replayed);
+    sequence.first_page = static_cast<int32_t>((boundary - replayed) / config_.window_page);
+    return;
+  }
   sequence.pages = index_->last_pages(tip, num_window_pages_at(boundary));
   std::reverse(sequence.pages.begin(), sequence.pages.end());
   for (const int32_t page : sequence.pages) pages_.add_ref(page);
   rank_pages(tip, boundary, Rank::kKept);  // where one prompt parted, others will
   sequence.first_page = static_cast<int32_t>(first_page(boundary, config_.window));
-  sequence.num_computed = static_cast<int32_t>(boundary);
-  prefix.num_registered = static_cast<int32_t>(count);
-  prefix.tip = index_->tip(tip);
 }
 
 void KVPool::register_blocks(Sequence& sequence) {
   PrefixState& prefix = sequence.prefix;
   const int64_t full = sequence.num_computed / config_.block_size;
-  if (!prefix.enabled || full <= prefix.num_registered) return;
+  if (!prefix.enabled || !prefix.stores || full <= prefix.num_registered) return;
   if (!index_->is_live(prefix.tip)) {  // an entry of another sequence was part of the chain, and is gone
     prefix.num_registered = 0;
     prefix.tip = {};

@@ -23,6 +23,8 @@ struct PrefixState {
   bool enabled = false;
   uint64_t salt = 0;
   int32_t num_opened = 0;     // tokens at open(): the prompt, with the outputs of a sequence that is resumed
+  int32_t most_adopted = 0;   // longest prefix it could start from with its window pages
+  bool stores = true;         // enters what it computes
   int32_t num_matched = 0;    // blocks whose tokens the index knew at open(), adopted or not
   int32_t num_registered = 0; // leading blocks that have an entry, of this sequence or of one with equal tokens
   ChainTip tip;               // the entry of the last of them
@@ -34,6 +36,7 @@ struct Sequence {
   std::vector<int32_t> pages;   // pages[i] holds page index first_page + i
   int32_t first_page = 0;       // lowest page index still held; those before it left the window
   int32_t num_computed = 0;     // records of positions [0, num_computed) are stored
+  int32_t num_replayed = 0;     // but window records of the last so many are not: their rows run again, for these alone
   PrefixState prefix;
 
   int64_t num_tokens() const { return static_cast<int64_t>(tokens.size()); }

@@ -22,7 +22,7 @@ int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // Position of a sequence's first row.
 int64_t first_row(const Sequence& sequence, std::span<const int32_t> starts, size_t i) {
-  return starts.empty() ? sequence.num_computed : starts[i];
+  return starts.empty() ? sequence.num_computed - sequence.num_replayed : starts[i];
 }
 
 Extent measure(const KVPool& pool, std::span<const int32_t> seqs, std::span<const int32_t> query_lens,
@@ -41,7 +41,7 @@ Extent measure(const KVPool& pool, std::span<const int32_t> seqs, std::span<cons
     const int64_t begin = first_row(sequence, starts, i);
     const int64_t end = begin + query_lens[i];
     const bool known = !starts.empty() || end <= sequence.num_tokens();
-    if (query_lens[i] < 0 || begin < sequence.num_computed || !known) {
+    if (query_lens[i] < 0 || begin < sequence.num_computed - sequence.num_replayed || !known) {
       throw std::invalid_argument(text("sequence ", seqs[i], ": ", query_lens[i], " rows from ", begin, "; it has ",
                                        sequence.num_tokens(), " tokens, ", sequence.num_computed, " computed"));
     }
@@ -169,6 +169,9 @@ void write_sequence(const PoolConfig& config, const Sequence& sequence, int64_t 
   write_window_slots(sequence, config.window_page, begin, end, out.window_slots.data + row);
   for (const SlotMap& map : out.slots) {
     write_entry_slots(sequence, config.block_size, map.ratio, begin, end, map.slots.data + row);
+    // Replayed rows find their entries stored, perhaps by another sequence.
+    const int64_t num_replayed = std::clamp<int64_t>(sequence.num_computed - begin, 0, query_len);
+    std::fill_n(map.slots.data + row, num_replayed, -1);
   }
   out.seq_lens.data[i] = static_cast<int32_t>(end);
   out.query_lens.data[i] = static_cast<int32_t>(query_len);

@@ -1,5 +1,6 @@
 """Rows of the CPU backend have the same bits in every batch, place and thread count, whatever stands beside them."""
 
+import functools
 import math
 from dataclasses import dataclass, field
 
@@ -16,6 +17,7 @@ IMPLEMENTATIONS = {i.op.name: i for i in BACKEND.implementations}
 F32, BF16 = torch.float32, torch.bfloat16
 MAX_ROWS = 65
 GARBAGE = (math.nan, math.inf, -3e38)
+COUNTS = (*range(1, 18), 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 256, 257)
 
 
 def run(op, *args):
@@ -99,6 +101,7 @@ TABLE = rope.rope_table(64, rope.plain_frequencies(16, 1e4))
 N = MAX_ROWS
 
 
+@functools.cache
 def rowwise(dtype):
     """Every op that promises D2 and works on rows, on sizes that leave ragged tiles everywhere."""
     x, h, positions = normal(N, 544, dtype=dtype), normal(N, 4, 72, dtype=dtype), ints(0, 64, N)
@@ -198,7 +201,7 @@ def test_attention_depends_on_named_keys_alone(kinds) -> None:
     """Any number of keys, with holes in other places, a wider index and garbage in every other record."""
     window, other = cache(kinds[0], 64), cache(kinds[1], 64)
     sink, q = normal(5), normal(3, 5, 64, dtype=BF16)
-    for keys in (*range(1, 18), 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 256, 257):
+    for keys in COUNTS:
         picked = torch.stack([torch.randperm(280, generator=g(keys + i))[:keys] for i in range(3)]).int()
         near, far = picked[:, : min(keys, 16)], picked[:, min(keys, 16) :]
         want = run(attention.sparse_attn, q, window, near, other, far, 0.125, sink)
@@ -222,13 +225,13 @@ def test_scores_and_selection_do_not_depend_on_the_number_of_columns() -> None:
     keys, tables = cache("index", 64), ints(0, 70, 1, 70)
     q, gates, zeros = quant.quantize(normal(2, 5, 64), "mxfp4"), normal(2, 5, dtype=BF16), torch.zeros(2).int()
     whole = run(index.index_logits_paged, q, keys, gates, torch.tensor([257, 257]).int(), tables, zeros, 257)
-    for columns in range(1, 258, 4):
-        for width in (columns, columns + 1, 257, 300):
+    dense = quant.read_records(keys, run_slots(tables, keys, 257), F32)
+    for columns in COUNTS:
+        for width in (columns, columns + 1, 300):
             visible = torch.tensor([columns, max(columns - 1, 0)]).int()
             got = run(index.index_logits_paged, q, keys, gates, visible, tables, zeros, width)
             same_bits(got[0, :columns], whole[0, :columns], columns)
             assert (got[0, columns:] == -math.inf).all()
-            dense = quant.read_records(keys, run_slots(tables, keys, 257), F32)
             ragged = run(index.index_logits_ragged, q, dense, gates, zeros, visible)
             same_bits(ragged[0], whole[0, :columns], columns)
             chosen = run(index.topk_select, got, 16, visible)
@@ -269,3 +272,55 @@ def test_stored_records_do_not_depend_on_the_chunk(kind) -> None:
             run(kv.index_k_store, rows[part], normal(64), 1e-20, positions[part], TABLE, pool, slots[part], 2)
         pools.append(pool.data)
     assert torch.equal(pools[0], pools[1]) and torch.equal(pools[0], pools[2])
+
+
+@functools.cache
+def large(dtype):
+    """Work that is worth several threads (`threads_for` in native/common.hpp), tiled by rows, columns or heads."""
+    x, h, positions = normal(33, 1536, dtype=dtype), normal(33, 4, 4096, dtype=dtype), ints(0, 64, 33)
+    weight, experts = normal(1000, 1536, seed=1), normal(5, 160, 1536, seed=2)
+    q, iq = normal(33, 64, 128, dtype=dtype), normal(3, 32, 128, dtype=dtype)
+    near, far = cache("fp8", 128, pages=200), cache("fp4", 128, pages=200)
+    slots, sink = with_holes(ints(0, 800, 33, 400)), normal(64)
+    keys, tables, zeros = cache("index", 128, pages=400), ints(0, 400, 1, 1000), torch.zeros(3).int()
+    visible, gates = torch.tensor([3999, 2500, 4000]).int(), normal(3, 32, dtype=dtype)
+    blocks = torch.arange(0, 500, 2).int().expand(3, 250).contiguous()
+    post, comb, wide = normal(33, 4), normal(33, 4, 4), normal(200, 4096, dtype=dtype)
+    psum = torch.tensor([2, 2, 20, 30, 33]).int()
+    return {
+        "rms_norm_quant": (norm.rms_norm_quant, wide, None, 1e-20, "mxfp8"),
+        "quantize": (quant.quantize, wide, "nvfp4"),
+        "dequantize": (quant.dequantize, quant.quantize(wide, "mxfp4"), dtype),
+        "rope": (rope.rope, normal(33, 100, 128, dtype=dtype), positions, TABLE),
+        "linear": (linear.linear_bf16, x, weight, dtype),
+        "linear one row": (linear.linear_mx, x[:1], quant.quantize(normal(4000, 1536), "mxfp8"), dtype),
+        "linear mxfp4": (linear.linear_mx, quant.quantize(x, "mxfp8"), quant.quantize(weight, "mxfp4"), dtype),
+        "grouped o": (linear.linear_grouped_o, x.reshape(33, 3, 512), normal(3, 200, 512)),
+        "experts": (moe.moe_grouped_gemm, x, quant.quantize(experts, "mxfp4"), psum, dtype),
+        "attention one row": (attention.sparse_attn, q[:1], near, slots[:1], far, slots[1:2], 0.1, sink),
+        "attention": (attention.sparse_attn, q, near, slots, far, slots, 0.1, sink),
+        "merge": (attention.attn_merge, normal(4, 33, 64, 128), normal(4, 33, 64), dtype),
+        "scores paged": (index.index_logits_paged, iq, keys, gates, visible, tables, zeros, 4000),
+        "scores blocks": (index.index_logits_blocks, iq, keys, gates, visible, blocks, 8, tables, zeros),
+        "scores ragged": (index.index_logits_ragged, iq, normal(4000, 128), gates, zeros, visible),
+        "topk": (index.topk_select, normal(50, 4000).round(decimals=1), 99, ints(0, 4001, 50)),
+        "block_max": (index.block_max, normal(120, 4000), ints(0, 4001, 120), 7),
+        "mix": (mhc.mhc_prenorm_mix, h, normal(24, 16384), 1e-6),
+        "apply": (mhc.mhc_apply, h, post),
+        "post": (mhc.mhc_post, h[:, 0], h, post, comb),
+        "stream_mean": (heads.stream_mean, h),
+        "engram": (engram.engram_gate, h, normal(33, 5 * 4096, dtype=dtype), normal(4, 4096), wide[:4], 1e-6),
+        "swiglu": (moe.swiglu_quant, wide[:, ::2], wide[:, 1::2], 1.5, None, "mxfp8"),
+        "markov": (heads.markov_logits, normal(33, 2000), positions, normal(64, 256), normal(2000, 256)),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+@pytest.mark.parametrize("name", list(large(F32)))
+def test_bits_do_not_depend_on_the_number_of_threads(name, dtype) -> None:
+    op, *args = large(dtype)[name]
+    torch.set_num_threads(1)
+    alone = run(op, *args)
+    torch.set_num_threads(2)
+    for _ in range(3):
+        same_bits(run(op, *args), alone, name)

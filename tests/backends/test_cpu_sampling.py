@@ -9,8 +9,12 @@ import torch
 from torch import Tensor
 
 from deepinfer.backends.cpu.sampling import (
+    adjust_logits_cpu,
     apply_bitmask_cpu,
+    apply_penalties_cpu,
+    logprobs_of_cpu,
     process_logits_cpu,
+    put_rows_cpu,
     sample_cpu,
     token_logprobs_cpu,
     verify_cpu,
@@ -18,6 +22,7 @@ from deepinfer.backends.cpu.sampling import (
 from deepinfer.ops.errors import OpArgumentError
 from deepinfer.ops.philox import Purpose
 from deepinfer.ops.sampling import MIN_GAP, apply_bitmask, best_gap, process_logits, sample, token_logprobs
+from deepinfer.ops.shaping import adjust_logits, apply_penalties, logprobs_of, put_rows
 from deepinfer.ops.spec import Case, OpSpec
 from deepinfer.ops.verification import verify
 
@@ -27,6 +32,10 @@ NATIVE = {
     sample: sample_cpu,
     token_logprobs: token_logprobs_cpu,
     verify: verify_cpu,
+    adjust_logits: adjust_logits_cpu,
+    apply_penalties: apply_penalties_cpu,
+    put_rows: put_rows_cpu,
+    logprobs_of: logprobs_of_cpu,
 }
 CASES = [
     pytest.param(op, case, id=f"{op.name}-{case.name}") for op in NATIVE for case in op.cases() if case.tag == "small"

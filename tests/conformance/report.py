@@ -17,10 +17,12 @@ _STYLES = {"pass": "green", "slow": "yellow", "unsupported": "dim", "waived": "y
 def op_table(report: Report) -> Table:
     """A row per op: who ran it, how many cases passed, how close the worst element came to its tolerance."""
     table = Table(title=f"{report.backend}: conformance to op contract {report.contract}", title_justify="left")
-    for name, justify in (("op", "left"), ("ran on", "left"), ("pass", "right"), ("fail", "right"), ("other", "right")):
-        table.add_column(name, justify=justify)  # type: ignore[arg-type]
-    table.add_column("worst error", justify="right")
-    table.add_column("time", justify="right")
+    table.add_column("op", no_wrap=True)
+    table.add_column("ran on", overflow="fold")
+    for name in ("pass", "fail", "other", "error", "time"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.caption = "error: the worst element's share of the tolerance; ops in grey ran on the reference"
+    table.caption_justify = "left"
     for op, results in report.by_op().items():
         failed = sum(r.status in ("fail", "unexpected pass") for r in results)
         passed = sum(r.status in ("pass", "slow") for r in results)
@@ -33,10 +35,16 @@ def op_table(report: Report) -> Table:
             str(passed),
             f"[bold red]{failed}[/]" if failed else "",
             str(len(results) - passed - failed) if len(results) > passed + failed else "",
-            f"{worst:.0%} of tolerance" if worst else "exact",
+            _share(worst),
             f"{sum(r.seconds for r in results):.2f} s",
         )
     return table
+
+
+def _share(worst: float) -> str:
+    if worst == 0:
+        return "exact"
+    return "< 1 %" if worst < 0.01 else f"{worst * 100:.0f} %"
 
 
 def print_report(report: Report, console: Console) -> None:

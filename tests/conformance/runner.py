@@ -167,10 +167,9 @@ def _float64(op: OpSpec[..., Any], made: Made, define: Define) -> Iterator[Check
     double = {name: _as(value, torch.float64) for name, value in made.fresh().items()}
     narrow = define(single, op.reference(**single))
     wide = define(double, op.reference(**double))
-    tolerance = op.tolerance if op.tolerance.exact else REFERENCE_FLOAT
     left = _everything(op, single, narrow)
     right = transform(_everything(op, double, wide), _as_float32)
-    outcome = compare(left, right, tolerance)
+    outcome = compare(left, right, REFERENCE_FLOAT)
     yield Check("float64", not outcome.failures, "; ".join(outcome.failures[:2]))
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepinfer.conformance.values import copied, extent, place, transform, walk
+from deepinfer.conformance.values import HUGE_BYTES, copied, extent, place, transform, walk
 from deepinfer.ops.backend import Backend, BindContext, Dims, Implementation, Plan
 from deepinfer.ops.host import HostRuntime
 from deepinfer.ops.registry import OpTable
@@ -103,6 +103,10 @@ class Subject:
         def there(tensor: Tensor) -> Tensor:
             if tensor.is_contiguous():
                 return self.runtime.to_device(tensor)
+            if extent(tensor) * tensor.element_size() <= HUGE_BYTES:
+                # Gaps travel too, so that nothing but a copy to the device and a view of it is asked of torch there.
+                whole = tensor.as_strided((extent(tensor),), (1,), tensor.storage_offset())
+                return self.runtime.to_device(whole).as_strided(tensor.shape, tensor.stride())
             return place(
                 self.runtime.to_device(tensor.contiguous()).as_strided(tensor.shape, _packed(tensor)),
                 self._room(tensor),

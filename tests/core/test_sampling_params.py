@@ -8,12 +8,7 @@ import numpy as np
 import pytest
 
 from deepinfer.core.errors import RequestError
-from deepinfer.core.sampling_params import (
-    UNSUPPORTED_YET,
-    InvalidParameterError,
-    SamplingParams,
-    UnsupportedParameterError,
-)
+from deepinfer.core.sampling_params import InvalidParameterError, SamplingParams
 
 VOCAB = 128
 
@@ -66,6 +61,11 @@ def test_supported_parameters_pass():
         ("max_tokens", False, "at least 0"),
         ("min_tokens", 17, "from 0 to max_tokens, which is 16"),
         ("n", 0, "at least 1"),
+        ("n", 16385, "at most 16384"),
+        ("allowed_token_ids", [], "at least one token id"),
+        ("logprobs_mode", "raw_logits", "'raw_logprobs' or 'processed_logprobs'"),
+        ("thinking_budget", -1, "at least 0"),
+        ("logits_processors", ["a"], "a mapping of a processor's name"),
         ("logprobs", -1, "at least 0"),
         ("logprobs", True, "at least 0"),
         ("prompt_logprobs", -1, "at least 0"),
@@ -89,7 +89,14 @@ def test_impossible_values_are_refused_by_name_value_and_remedy(field, value, ri
     assert isinstance(caught.value, RequestError) and isinstance(caught.value, ValueError)
 
 
-@pytest.mark.parametrize("bias", [{3: math.nan}, {3: math.inf}, {"x": 1.0}, {1.5: 1.0}, {3: True}])
+def test_golden_ids_are_ids_or_free_places():
+    SamplingParams(golden_token_ids=[-1, 5, VOCAB - 1]).validate(VOCAB)
+    for token_id in (-2, VOCAB):
+        with pytest.raises(InvalidParameterError, match=rf"golden_token_ids\[0\] has id {token_id}"):
+            SamplingParams(golden_token_ids=[token_id]).validate(VOCAB)
+
+
+@pytest.mark.parametrize("bias", [{3: math.nan}, {3: math.inf}, {3: -2e30}, {"x": 1.0}, {1.5: 1.0}, {3: True}])
 def test_biases_that_are_not_finite_numbers_of_ids_are_refused(bias):
     with pytest.raises(InvalidParameterError, match="logit_bias must map token ids to finite numbers"):
         SamplingParams(logit_bias=bias)
@@ -109,39 +116,10 @@ def test_a_bias_outside_the_vocabulary_is_refused_at_submit(key):  # SA-7
 
 
 @pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("n", 2),
-        ("min_tokens", 1),
-        ("stop", "\n"),
-        ("stop", ["a", "b"]),
-        ("include_stop_str_in_output", True),
-        ("detokenize", False),
-        ("presence_penalty", 0.5),
-        ("frequency_penalty", -2),
-        ("repetition_penalty", 1.1),
-        ("logit_bias", {3: 1.0}),
-        ("allowed_token_ids", [1]),
-        ("bad_words", ["x"]),
-        ("logprob_token_ids", [1]),
-    ],
-)
-def test_what_does_not_run_yet_is_refused_by_name_and_never_ignored(field, value):  # D-2, SA-6
-    with pytest.raises(UnsupportedParameterError, match=rf"{field}=.* is not supported yet") as caught:
-        SamplingParams(**{field: value}).validate(VOCAB)
-    assert caught.value.code == "unsupported_parameter"
-
-
-def test_every_unsupported_field_exists_and_defaults_to_a_neutral_value():
-    params = SamplingParams()
-    assert all(getattr(params, name) in neutral for name, neutral in UNSUPPORTED_YET.items())
-
-
-@pytest.mark.parametrize(
     "neutral",
     [{"stop": []}, {"stop": None}, {"logit_bias": {}}, {"bad_words": []}, {"repetition_penalty": 1}, {"n": 1}],
 )
-def test_neutral_values_of_what_does_not_run_yet_pass(neutral):
+def test_neutral_values_pass(neutral):
     SamplingParams(**neutral).validate(VOCAB)
 
 

@@ -14,7 +14,7 @@ from deepinfer.core.tokenizer import Tokenizer
 from deepinfer.models.deepseek_v41_flash.make_tiny import make_tiny
 from deepinfer.models.registry import LoadOptions, load_model
 from deepinfer.testing import HashModel
-from deepinfer.testing.facts import RequestFacts
+from deepinfer.testing.facts import ChoiceFacts, RequestFacts
 from deepinfer.testing.hash_model import EARLY, LATE, OPEN, PAIRS, TOKENS
 from deepinfer.testing.workloads import (
     PlannedRequest,
@@ -97,9 +97,10 @@ def test_workloads_reach_what_they_are_for(hash_model) -> None:
     """Preemption, cancellation, errors, refusals, long answers and shared prefixes all happen within 150 seeds."""
     workloads = [Workload.generate(seed) for seed in range(150)]
     facts = [run(workload, hash_model) for workload in workloads]
-    reasons = [r.finish_reason or r.error for f in facts for r in f.requests]
+    requests = [r for f in facts for r in f.requests]
+    reasons = {c.finish_reason for r in requests for c in r.choices} | {r.error for r in requests}
     assert sum(f.num_preemptions > 0 for f in facts) > 15
-    assert {"length", "stop", "abort", "error", "prompt_too_long"} <= set(reasons)
+    assert {"length", "stop", "abort", "error", "prompt_too_long", "numerical_error"} <= reasons
     starts = [[r.prompt[:4] for r in w.requests if len(r.prompt) > 4] for w in workloads]
     assert sum(len(s) > len(set(s)) for s in starts) > 30
 
@@ -203,7 +204,9 @@ def test_a_wrong_open_group_changes_the_pair_that_is_closed_from_it(length, diff
 
 def test_the_check_names_seed_request_and_difference() -> None:
     workload = Workload.generate(3)
-    with pytest.raises(WorkloadError, match=r"workload 3 .*\n(.*\n)*request \d+: (token_ids|logprobs) differ at"):
+    with pytest.raises(
+        WorkloadError, match=r"workload 3 .*\n(.*\n)*request \d+: answer \d: (token_ids|logprobs) differ at"
+    ):
         check(workload, Fickle(64))
 
 
@@ -216,17 +219,25 @@ class Fickle(HashModel):
 
 
 def test_facts_of_a_cancelled_request_are_compared_as_a_prefix() -> None:
-    whole = RequestFacts((1, 2, 3), "length", logprobs=("a", "b", "c"), seed=5)
-    assert RequestFacts((1, 2), "abort", logprobs=("a", "b"), seed=5).difference(whole) is None
-    assert RequestFacts((1, 3), "abort", logprobs=("a", "b"), seed=5).difference(whole) is not None
-    assert "token_ids differ at 2" in (RequestFacts((1, 2), "length", seed=5).difference(whole) or "")
-    assert RequestFacts((1, 2, 3, 4), "abort", seed=5).difference(whole) is not None
+    def facts(tokens, reason, error=None):
+        logprobs = tuple(map(str, tokens))
+        return RequestFacts((ChoiceFacts(tuple(tokens), "", reason, logprobs=logprobs),), error, seed=5)
+
+    whole = facts([1, 2, 3], "length")
+    assert facts([1, 2], "abort").difference(whole) is None
+    assert facts([1, 2, 3], "length").difference(whole) is None
+    assert facts([1, 2], "abort").difference(facts([1, 2, 3], "error", "numerical_error")) is None
+    assert "answer 0: token_ids differ at 1" in facts([1, 3], "abort").difference(whole)
+    assert "token_ids differ at 2: () of 2, alone (3,)" in facts([1, 2], "length").difference(whole)
+    assert "finish_reason is 'stop'" in facts([1, 2, 3], "stop").difference(whole)
+    assert facts([1, 2, 3, 4], "abort").difference(whole) is not None
+    assert "0 answers and error x" in RequestFacts(error="x").difference(whole)
 
 
 def test_scripted_drafts_know_the_future_as_often_as_asked() -> None:
     workload = dataclasses.replace(Workload.generate(3), draft_quality=1.0, features={"num_drafts": 4})
     workload = dataclasses.replace(workload, requests=(PlannedRequest((1, 2, 3), workload.requests[0].params),))
-    truth = [RequestFacts((7, 8, 9))]
+    truth = [RequestFacts((ChoiceFacts((7, 8, 9)),))]
     guess = scripted_draft(workload, truth, 64)._draft_fn
     assert guess([1, 2, 3, 7])[0][:2] == [8, 9]
     assert guess([1, 2, 3, 7]) == guess([1, 2, 3, 7])
@@ -240,4 +251,4 @@ def test_the_oracle_agrees_with_the_logits_of_the_tokens() -> None:
     tokens = [5, 6, 7]
     for _ in range(9):
         tokens.append(int(model.expected_logits(tokens)[-1].argmax()))
-    assert oracle(workload, model)[0].token_ids == tuple(tokens[3:])
+    assert oracle(workload, model)[0].choices[0].token_ids == tuple(tokens[3:])

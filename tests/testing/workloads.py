@@ -19,6 +19,7 @@ from deepinfer.core.config import EngineConfig
 from deepinfer.core.engine import Engine
 from deepinfer.core.errors import RequestError
 from deepinfer.core.sampling_params import SamplingParams
+from deepinfer.core.tokenizer import Tokenizer
 from deepinfer.models.interface import Model
 from deepinfer.ops.backend import BindContext
 from deepinfer.ops.registry import OpTable, find_backend
@@ -49,6 +50,7 @@ class Shape:
         max_tokens: tokens to generate.
         block_sizes: KV block sizes.
         max_top: most top logprobs.
+        texts: stop strings and bad words to draw from; none without a tokenizer.
     """
 
     vocab_size: int = 64
@@ -57,6 +59,7 @@ class Shape:
     max_tokens: int = 12
     block_sizes: tuple[int, ...] = (2, 4, 8, 16)
     max_top: int = 3
+    texts: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -130,13 +133,14 @@ class WorkloadError(AssertionError):
     """A workload got something else than the oracle. The message names the seed and every request that differs."""
 
 
-def check(workload: Workload, model: Model, ops: OpTable | None = None) -> Facts:
+def check(workload: Workload, model: Model, ops: OpTable | None = None, tokenizer: Tokenizer | None = None) -> Facts:
     """Run a workload and compare every request with the oracle.
 
     Args:
         workload: what to run.
         model: bound to its ops.
         ops: for the sampler; by default those of the CPU.
+        tokenizer: needed where the shape has texts.
 
     Returns:
         The facts of the run.
@@ -144,8 +148,8 @@ def check(workload: Workload, model: Model, ops: OpTable | None = None) -> Facts
     Raises:
         WorkloadError: a request differs, or the pool did not get everything back.
     """
-    truth = oracle(workload, model, ops)
-    facts = run(workload, model, ops, truth=truth)
+    truth = oracle(workload, model, ops, tokenizer)
+    facts = run(workload, model, ops, tokenizer, truth=truth)
     faults = list(facts.leaks)
     for i, (mine, alone) in enumerate(zip(facts.requests, truth, strict=True)):
         difference = mine.difference(alone)
@@ -157,7 +161,12 @@ def check(workload: Workload, model: Model, ops: OpTable | None = None) -> Facts
 
 
 def run(
-    workload: Workload, model: Model, ops: OpTable | None = None, *, truth: Sequence[RequestFacts] | None = None
+    workload: Workload,
+    model: Model,
+    ops: OpTable | None = None,
+    tokenizer: Tokenizer | None = None,
+    *,
+    truth: Sequence[RequestFacts] | None = None,
 ) -> Facts:
     """Run a workload.
 
@@ -165,6 +174,7 @@ def run(
         workload: what to run.
         model: bound to its ops.
         ops: for the sampler; by default those of the CPU.
+        tokenizer: needed where the shape has texts.
         truth: the oracle's facts, from which drafts are made; without them there is no speculation.
 
     Raises:
@@ -176,7 +186,7 @@ def run(
             features["speculation"] = "off"
         else:
             model = scripted_draft(workload, truth, model.info.vocab_size).bind(model)
-    engine = _engine(model, {**workload.settings, **features}, ops)
+    engine = _engine(model, {**workload.settings, **features}, ops, tokenizer)
     before = _free(engine)
     outputs: dict[int, RequestFacts] = {}
     arrivals = sorted(range(len(workload.requests)), key=lambda i: (workload.requests[i].arrival, i))
@@ -207,7 +217,9 @@ def run(
     return Facts(in_order, stats.num_steps, stats.num_preemptions, tuple(leaks))
 
 
-def oracle(workload: Workload, model: Model, ops: OpTable | None = None) -> tuple[RequestFacts, ...]:
+def oracle(
+    workload: Workload, model: Model, ops: OpTable | None = None, tokenizer: Tokenizer | None = None
+) -> tuple[RequestFacts, ...]:
     """What each request gets alone: one chunk, no speculation, no prefix, a pool for everything, a fresh engine."""
     max_len = workload.settings["max_model_len"]
     settings = {
@@ -222,7 +234,7 @@ def oracle(workload: Workload, model: Model, ops: OpTable | None = None) -> tupl
     }
     found = []
     for i, request in enumerate(workload.requests):
-        engine = _engine(model, settings, ops)
+        engine = _engine(model, settings, ops, tokenizer)
         facts = _submit(engine, i, replace(request, chunk_size=None))
         while facts is None:
             for output in engine.step():
@@ -235,7 +247,8 @@ def oracle(workload: Workload, model: Model, ops: OpTable | None = None) -> tupl
 
 def scripted_draft(workload: Workload, truth: Sequence[RequestFacts], vocab_size: int) -> ScriptedDraft:
     """A draft that often knows what comes next, as often as the workload's `draft_quality` says."""
-    sequences = [(*r.prompt, *t.token_ids) for r, t in zip(workload.requests, truth, strict=True)]
+    pairs = zip(workload.requests, truth, strict=True)
+    sequences = [(*request.prompt, *choice.token_ids) for request, facts in pairs for choice in facts.choices]
     count = workload.features["num_drafts"]
 
     def guess(token_ids: list[int]) -> tuple[list[int], list[float]]:
@@ -266,8 +279,13 @@ def _config_fields() -> frozenset[str]:
     return frozenset(f.name for f in fields(EngineConfig))
 
 
-def _engine(model: Model, settings: Mapping[str, Any], ops: OpTable | None) -> Engine:
-    return Engine(model, EngineConfig(**settings), ops or cpu_ops())
+@cache
+def _params_fields() -> frozenset[str]:
+    return frozenset(f.name for f in fields(SamplingParams))
+
+
+def _engine(model: Model, settings: Mapping[str, Any], ops: OpTable | None, tokenizer: Tokenizer | None) -> Engine:
+    return Engine(model, EngineConfig(**settings), ops or cpu_ops(), tokenizer)
 
 
 def _submit(engine: Engine, index: int, request: PlannedRequest) -> RequestFacts | None:
@@ -320,7 +338,7 @@ def _request(
 
 def _params(rng: random.Random, shape: Shape, crowded: bool) -> SamplingParams:
     least = shape.max_tokens // 2 if crowded else 1
-    return SamplingParams(
+    params = SamplingParams(
         temperature=rng.choice([0.0, 0.7, 1.0, 1.5]),
         top_k=rng.choice([-1, -1, 1, 5, shape.vocab_size + 9]),
         top_p=rng.choice([1.0, 1.0, 0.9, 0.3]),
@@ -332,3 +350,32 @@ def _params(rng: random.Random, shape: Shape, crowded: bool) -> SamplingParams:
         logprobs=rng.choice([None, None, 0, shape.max_top]),
         prompt_logprobs=rng.choice([None, None, None, 0, 2]),
     )
+    asked = _special(random.Random(rng.random()), shape, params.max_tokens)
+    return replace(params, **{name: value for name, value in asked.items() if name in _params_fields()})
+
+
+def _special(rng: random.Random, shape: Shape, max_tokens: int) -> dict[str, Any]:
+    """What two requests of three do not ask for."""
+    if rng.random() < 2 / 3:
+        return {}
+
+    def ids(count: int) -> tuple[int, ...]:
+        return _tokens(rng, count, shape)
+
+    drawn = {
+        "n": rng.choice([2, 3]),
+        "min_tokens": rng.randint(0, max_tokens),
+        "presence_penalty": rng.choice([-2.0, 0.5, 2.0]),
+        "frequency_penalty": rng.choice([-2.0, 0.5, 2.0]),
+        "repetition_penalty": rng.choice([0.5, 1.5]),
+        "logit_bias": dict(zip(ids(3), (-5.0, 2.0, 100.0), strict=True)),
+        "allowed_token_ids": ids(rng.choice([1, 4, 20])),
+        "golden_token_ids": [rng.choice([-1, token]) for token in ids(rng.randint(1, 4))],
+        "logprob_token_ids": ids(2),
+        "logprobs_mode": "processed_logprobs",
+    }
+    if shape.texts:
+        drawn["stop"] = [rng.choice(shape.texts) for _ in range(rng.randint(1, 2))]
+        drawn["include_stop_str_in_output"] = rng.random() < 0.5
+        drawn["bad_words"] = [rng.choice(shape.texts)]
+    return {name: drawn[name] for name in rng.sample(sorted(drawn), rng.choice([1, 1, 2, 3]))}
