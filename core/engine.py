@@ -28,7 +28,7 @@ from deepinfer.core.sampler import Sampler, TokenLogprobs, derive_seed
 from deepinfer.core.sampling_params import SamplingParams
 from deepinfer.core.scheduler import Scheduler
 from deepinfer.core.shapers import ShapingContext, make_shaper
-from deepinfer.core.speculation import Drafting, LengthPolicy
+from deepinfer.core.speculation import Drafting, LengthPolicy, SpeculationStats
 from deepinfer.core.tokenizer import Tokenizer
 from deepinfer.models.interface import Model
 from deepinfer.ops.registry import OpTable
@@ -241,6 +241,11 @@ class Engine:
             self._recorder.finish(request, "abort")
         self._end_all(choices)
         return True
+
+    @property
+    def speculation(self) -> SpeculationStats | None:
+        """Acceptance of drafts so far; None without speculation."""
+        return self._drafting.stats if self._drafting is not None else None
 
     def stats(self) -> EngineStats:
         """Counters so far."""

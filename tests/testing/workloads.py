@@ -54,7 +54,7 @@ class Shape:
     """
 
     vocab_size: int = 64
-    max_requests: int = 7
+    max_requests: int = 6
     max_prompt: int = 40
     max_tokens: int = 12
     block_sizes: tuple[int, ...] = (2, 4, 8, 16)
@@ -355,8 +355,8 @@ def _params(rng: random.Random, shape: Shape, crowded: bool) -> SamplingParams:
 
 
 def _special(rng: random.Random, shape: Shape, max_tokens: int) -> dict[str, Any]:
-    """What two requests of three do not ask for."""
-    if rng.random() < 2 / 3:
+    """What three requests of four do not ask for."""
+    if rng.random() < 3 / 4:
         return {}
 
     def ids(count: int) -> tuple[int, ...]:
