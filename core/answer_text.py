@@ -7,9 +7,11 @@ stream has shown is never taken back.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from deepinfer.core.detokenizer import IncrementalDetokenizer
+from deepinfer.core.outputs import CompletionOutput
+from deepinfer.core.tokenizer import Tokenizer
 
 
 class AnswerText:
@@ -86,3 +88,28 @@ class AnswerText:
                     longest = size
                     break
         return longest
+
+
+def text_with(tokenizer: Tokenizer, completion: CompletionOutput, keep_ids: Collection[int]) -> str:
+    """The text of a finished answer with some control tokens shown, ending where `completion.text` ends.
+
+    Args:
+        tokenizer: the engine's.
+        completion: finished.
+        keep_ids: control tokens to show, for a parser that looks for them.
+    """
+    shown = IncrementalDetokenizer(tokenizer, keep_ids=keep_ids)
+    text = shown.feed(completion.token_ids) + shown.finish()
+    for skip_special_tokens in (True, False):  # as its request had it
+        plain = IncrementalDetokenizer(tokenizer, skip_special_tokens)
+        whole = plain.feed(completion.token_ids) + plain.finish()
+        if whole.startswith(completion.text):
+            break
+    else:
+        return text  # its first character was begun by the prompt
+    end = len(completion.text)
+    if end == len(whole) or (end == 0 and completion.stop_reason is None):  # complete, or no text was made
+        return text
+    place = next(i for i, offset in enumerate(plain.offsets) if offset > end)
+    before, kept = (plain.offsets[place - 1], shown.offsets[place - 1]) if place else (0, 0)
+    return text[: kept + end - before]

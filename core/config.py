@@ -26,7 +26,7 @@ ENV_PREFIX = "DEEPINFER_"
 DEFAULT_WINDOW_PAGE = 32
 MAX_SEED = 2**64 - 1
 
-_OUR_OTHER_VARIABLES = frozenset({"GOLDEN"})  # read by the tests
+_OUR_OTHER_VARIABLES = frozenset({"GOLDEN", "CACHE_DIR"})  # read by the tests
 _Translation = Callable[[str], dict[str, Any]]
 _RENAMED: dict[str, _Translation] = {
     "ENGRAM_FORCE_GPU_STORAGE": lambda text: {} if text in _FALSE else {"engram": "memory"},

@@ -122,9 +122,9 @@ def check_features(params: SamplingParams, *, has_tokenizer: bool) -> None:
         raise UnsupportedParameterError("unsupported_parameter", reason)
 
 
-def feature_tables() -> str:
-    """The tables of `docs/features.md`, in Markdown."""
-    return f"{_engine_table()}\n\n{_pair_table()}\n"
+def feature_tables() -> tuple[str, str]:
+    """Tables in Markdown: features with the engine's modes, and with each other."""
+    return _engine_table(), _pair_table()
 
 
 def _engine_table() -> str:

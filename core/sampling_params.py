@@ -125,10 +125,10 @@ class SamplingParams:
         for name in ("presence_penalty", "frequency_penalty"):
             self._number(name, -2.0, 2.0, "from -2 to 2")
         self._number("repetition_penalty", 0.0, math.inf, "above 0", open_low=True)
+        if _is_sequence(self.allowed_token_ids) and not self.allowed_token_ids:
+            raise self._invalid("allowed_token_ids", "None, or a list of at least one token id")
         for name in ("stop_token_ids", "logprob_token_ids", "allowed_token_ids", "golden_token_ids"):
             self._token_ids(name, optional=name != "stop_token_ids")
-        if self.allowed_token_ids is not None and not self.allowed_token_ids:
-            raise self._invalid("allowed_token_ids", "None, or a list of at least one token id")
         if self.logprobs_mode not in get_args(LogprobsMode):
             raise self._invalid("logprobs_mode", " or ".join(map(repr, get_args(LogprobsMode))))
         self._processors()

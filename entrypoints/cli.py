@@ -1,4 +1,4 @@
-"""The command line: `deepinfer run`, `inspect`, `make-tiny`, `backends`, `version`.
+"""The command line: `deepinfer run`, `inspect`, `make-tiny`, `backends`, `conformance`, `verify`, `version`.
 
 Options are declared here and nothing heavy is imported, so that `--help` answers at once; what the commands do is in
 `commands.py`. Exit status: 0 all well, 1 some items failed, 2 it could not start, 128 + signal when it was stopped.
@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from deepinfer.core.config import parse_bytes, setting_help
+from deepinfer.entrypoints import conformance_cli
 
 app = typer.Typer(
     name="deepinfer",
@@ -160,12 +161,8 @@ def make_tiny(
     raise typer.Exit(commands.guarded(lambda: commands.write_tiny(folder, seed, quant, force)))
 
 
-@app.command()
-def backends(as_json: AsJson = False) -> None:
-    """List the installed backends, and whether each can run here."""
-    from deepinfer.entrypoints import commands
-
-    raise typer.Exit(commands.guarded(lambda: commands.list_backends(as_json)))
+for _command in (conformance_cli.backends, conformance_cli.conformance, conformance_cli.verify):
+    app.command()(_command)
 
 
 @app.command()

@@ -5,7 +5,6 @@ Results go to standard output, everything that accompanies them to standard erro
 
 from __future__ import annotations
 
-import json
 import signal
 import sys
 import warnings
@@ -125,33 +124,6 @@ class BatchCommand:
     def _say(self, text: str) -> None:
         if not self.quiet:
             print(text, file=sys.stderr)
-
-
-def list_backends(as_json: bool) -> int:
-    """`deepinfer backends`."""
-    from deepinfer.ops.registry import discover_backends
-
-    found = discover_backends()
-    answers = {name: backend.probe() for name, backend in found.items()}
-    if as_json:
-        rows = [
-            {
-                "name": name,
-                "device": found[name].device_type,
-                "available": answer.available,
-                "reason": answer.reason,
-                "priority": found[name].priority,
-            }
-            for name, answer in answers.items()
-        ]
-        print(json.dumps(rows, indent=2))
-        return 0
-    table = Table("backend", "device", "available", "reason")
-    for name in sorted(answers, key=lambda name: (not answers[name].available, -found[name].priority, name)):
-        answer = answers[name]
-        table.add_row(name, found[name].device_type, "yes" if answer.available else "no", answer.reason)
-    Console(highlight=False).print(table if answers else "no backend is installed")
-    return 0
 
 
 def write_tiny(folder: Path, seed: int, quant: bool, force: bool) -> int:

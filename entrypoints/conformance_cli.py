@@ -149,6 +149,7 @@ def _backends(name: str, ops: bool, as_json: bool) -> int:
     if name and name not in found:
         raise BackendUnavailableError(f"no backend named {name!r}; installed: {', '.join(found) or 'none'}")
     rows = [_facts(backend, ops or backend.name == name) for backend in found.values()]
+    rows.sort(key=lambda row: (not row["available"], -row["priority"], row["name"]))
     if as_json:
         print(json.dumps(rows, indent=1))
         return 0

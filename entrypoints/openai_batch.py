@@ -36,8 +36,9 @@ _SAMPLING = (
     *("temperature", "top_p", "top_k", "min_p", "seed", "n", "ignore_eos", "min_tokens", "skip_special_tokens"),
     *("stop", "stop_token_ids", "include_stop_str_in_output", "allowed_token_ids", "bad_words", "logit_bias"),
     *("presence_penalty", "frequency_penalty", "repetition_penalty"),
+    *("golden_token_ids", "thinking_budget", "logits_processors", "logprobs_mode"),
 )
-"""Passed on as they are: `SamplingParams` checks them, and refuses by name what does not run yet."""
+"""Passed on as they are: `SamplingParams` checks them, and the engine refuses by name what cannot be combined."""
 
 _CHAT_FIELDS = ("messages", "tools", "thinking", "reasoning_effort", "response_format")
 """Passed on to the chat format, which checks them and says where in the conversation a fault is."""

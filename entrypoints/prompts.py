@@ -10,6 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Protocol
 
+from deepinfer.core.answer_text import text_with
 from deepinfer.core.errors import RequestError
 from deepinfer.core.outputs import CompletionOutput, RequestOutput
 from deepinfer.core.tokenizer import Tokenizer
@@ -235,7 +236,7 @@ class PromptReader:
     def read_answer(self, prompt: PreparedPrompt, completion: CompletionOutput) -> ChatMessage:
         """Take a finished answer apart."""
         assert self._chat is not None and self.tokenizer is not None, "only a chat prompt has an answer to read"
-        text = self.tokenizer.decode(completion.token_ids, keep_ids=self._visible)
+        text = text_with(self.tokenizer, completion, self._visible)
         parsed = self._chat.parse_completion(text, prompt.starts_in_reasoning, tools=prompt.tools)
         num_reasoning = self._num_reasoning_tokens(prompt, completion.token_ids, parsed.reasoning_truncated)
         note = None
@@ -245,7 +246,8 @@ class PromptReader:
                 'lower reasoning_effort, or set thinking to {"type": "disabled"}'
             )
         elif parsed.reasoning_truncated and completion.finish_reason == "stop":
-            note = "the model ended inside its reasoning, so there is no answer"
+            ended = "the model ended" if completion.stop_reason is None else f"{completion.stop_reason!r} stopped it"
+            note = f"{ended} inside its reasoning, so there is no answer"
         return ChatMessage(
             content=parsed.content,
             reasoning_content=parsed.reasoning_content,

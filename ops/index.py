@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from deepinfer.ops.cases import choosing
+from deepinfer.ops.cases import choosing, lists
 from deepinfer.ops.contract import Rules
 from deepinfer.ops.formats import PagedCache, QTensor, QuantFormat
 from deepinfer.ops.numeric import plain, round_like
@@ -19,7 +19,7 @@ from deepinfer.ops.spec import EXACT, Tolerance, define_op
 SCORES = Tolerance(2**-7, 1e-5, sim=1e-5, why="fp32 dot products in another order, bf16 rounding points")
 
 
-@define_op(tolerance=EXACT, determinism="D2", cases=choosing.build_swa_index_cases, dims={"window": "window"})
+@define_op(tolerance=EXACT, determinism="D2", cases=lists.build_swa_index_cases, dims={"window": "window"})
 def build_swa_index(
     positions: Tensor,
     row_to_seq: Tensor,
@@ -74,7 +74,7 @@ def clip_window(indices: Tensor, positions: Tensor, row_to_seq: Tensor, starts: 
     indices.masked_fill_(hidden, -1)
 
 
-@define_op(tolerance=EXACT, determinism="D2", cases=choosing.build_dense_index_cases)
+@define_op(tolerance=EXACT, determinism="D2", cases=lists.build_dense_index_cases)
 def build_dense_index(visible_lens: Tensor, num_columns: int) -> Tensor:
     """Every visible compressed position of each row: 0, 1, ... then -1.
 
@@ -89,7 +89,7 @@ def build_dense_index(visible_lens: Tensor, num_columns: int) -> Tensor:
     return torch.where(column < visible_lens[:, None], column, -1).int()
 
 
-@define_op(tolerance=EXACT, determinism="D2", cases=choosing.concat_index_cases)
+@define_op(tolerance=EXACT, determinism="D2", cases=lists.concat_index_cases)
 def concat_index(first: Tensor, second: Tensor) -> Tensor:
     """Two index lists side by side.
 
@@ -103,7 +103,7 @@ def concat_index(first: Tensor, second: Tensor) -> Tensor:
     return torch.cat((first, second), dim=1)
 
 
-@define_op(tolerance=EXACT, determinism="D2", cases=choosing.visible_lens_cases)
+@define_op(tolerance=EXACT, determinism="D2", cases=lists.visible_lens_cases)
 def visible_lens(positions: Tensor, ratio: int) -> Tensor:
     """Compressed entries that exist for each row: `(position + 1) // ratio`.
 
@@ -117,7 +117,7 @@ def visible_lens(positions: Tensor, ratio: int) -> Tensor:
     return ((positions + 1) // ratio).int()
 
 
-@define_op(tolerance=EXACT, determinism="D2", cases=choosing.uniform_lens_cases)
+@define_op(tolerance=EXACT, determinism="D2", cases=lists.uniform_lens_cases)
 def uniform_lens(like: Tensor, value: int) -> Tensor:
     """The same length for every row of `like`.
 
@@ -131,7 +131,7 @@ def uniform_lens(like: Tensor, value: int) -> Tensor:
     return torch.full((like.shape[0],), value, dtype=torch.int32, device=like.device)
 
 
-@define_op(tolerance=EXACT, determinism="D2", cases=choosing.concat_rows_cases)
+@define_op(tolerance=EXACT, determinism="D2", cases=lists.concat_rows_cases)
 def concat_rows(parts: tuple[Tensor, ...]) -> Tensor:
     """Rows of several [Ti, N] tensors of one dtype below each other: [sum Ti, N]."""
     return torch.cat(parts)

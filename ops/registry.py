@@ -14,7 +14,7 @@ from typing import Any, Generic, ParamSpec, TypeVar, cast
 
 from deepinfer.ops.backend import Availability, Backend, BindContext, Dims, FunctionPlan, Implementation, Plan
 from deepinfer.ops.errors import BackendUnavailableError, MissingOpsError, OpArgumentError
-from deepinfer.ops.spec import API_VERSION, OpSpec
+from deepinfer.ops.spec import API_VERSION, OpSpec, defined_ops
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -165,7 +165,8 @@ class OpTable:
         if override is not None:
             raise OpArgumentError(f"override {op.name}={override} does not accept {dict(dims)}")
         if self.strict:
-            raise MissingOpsError(self.backend.name, [op.name])
+            self.require(defined_ops().values())
+            raise MissingOpsError(self.backend.name, [op.name])  # there, but not for these dimensions
         return BoundOp(op, "reference", False, FunctionPlan(op.reference), dict(dims))
 
     def _choose(self, candidates: list[Implementation], dims: Dims, *, gated: bool) -> Implementation | None:

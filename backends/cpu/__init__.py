@@ -21,6 +21,7 @@ _OP_MODULES = (
     "mhc",
     "engram",
     "moe",
+    "moves",
     "heads",
     "step",
     "sampling",

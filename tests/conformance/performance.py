@@ -2,7 +2,8 @@
 
 Roofs are what torch itself reaches on the device: a large copy for bytes, a large matrix product for arithmetic. An op
 that torch cannot time there (no torch kernels on the device) has its rate and no share. Bytes are those an ideal
-implementation would move: arguments once, results once, of a cache only the records that slots name.
+implementation would move: arguments once, results once, of a cache only the records that slots name. Operands that stay
+in a processor's cache can pass 100 %.
 """
 
 from __future__ import annotations

@@ -17,10 +17,10 @@ _STYLES = {"pass": "green", "slow": "yellow", "unsupported": "dim", "waived": "y
 def op_table(report: Report) -> Table:
     """A row per op: who ran it, how many cases passed, how close the worst element came to its tolerance."""
     table = Table(title=f"{report.backend}: conformance to op contract {report.contract}", title_justify="left")
-    table.add_column("op", no_wrap=True, min_width=20)
-    table.add_column("ran on", no_wrap=True, min_width=22)
+    table.add_column("op", no_wrap=True, min_width=12)
+    table.add_column("ran on", no_wrap=True, min_width=12)
     for name in ("pass", "fail", "other", "error", "time"):
-        table.add_column(name, justify="right", no_wrap=True)
+        table.add_column(name, justify="right", no_wrap=True, min_width=6)
     table.caption = "error: the worst element's share of the tolerance; ops in grey ran on the reference"
     table.caption_justify = "left"
     for op, results in report.by_op().items():

@@ -2,7 +2,6 @@
 
 import datetime
 import json
-from functools import partial
 
 import pytest
 import torch
@@ -24,8 +23,6 @@ from deepinfer.ops.errors import OpArgumentError
 from deepinfer.ops.formats import QTensor
 from deepinfer.ops.host import HostRuntime
 from deepinfer.ops.norm import rms_norm
-from deepinfer.ops.proof import Gate, Verdict, kernel_hash, proof_level, write_proofs
-from deepinfer.ops.registry import OpTable
 from deepinfer.ops.spec import EXACT, Case, Tolerance, define_op
 
 TODAY = datetime.date(2026, 12, 1)
@@ -289,101 +286,6 @@ def test_names_from_outside_cannot_break_the_page() -> None:
     result = CaseResult(1, "rms_norm", "<b>case</b>", "<script>", True)
     assert "<script>" not in page(report_of(result)) and "<b>case" not in page(report_of(result))
     assert histogram([0] * 9) and "beyond: 3" in histogram([1, 0, 0, 0, 0, 0, 0, 0, 3])
-
-
-# --- proofs ---------------------------------------------------------------------------------------------------------
-
-
-def gate(tmp_path, verdicts, **settings):
-    """A gate whose checks answer from a table, and what it told the user."""
-    told, asked = [], []
-
-    def check(implementation, seconds):
-        asked.append(implementation.name)
-        return verdicts[implementation.name]
-
-    made = Gate(HostRuntime(), check, tmp_path / "verified.json", tell=told.append, **settings)
-    return made, told, asked
-
-
-def table(backend, gate):
-    from deepinfer.conformance.subject import context
-
-    return OpTable(backend, context(HostRuntime()), overrides={}, gate=gate)
-
-
-def test_a_kernel_that_fails_its_cases_is_replaced_by_the_next_with_a_message(tmp_path) -> None:
-    backend = backend_with(good, wrong)
-    guard, told, _ = gate(
-        tmp_path, {"planted.good": Verdict(True), "planted.wrong": Verdict(False, "rms_norm/one row: off")}
-    )
-    assert table(backend, guard).bind(rms_norm, n=4).implementation == "planted.good"
-    assert "planted.wrong fails its own cases" in told[0] and "rms_norm/one row: off" in told[0]
-
-
-def test_when_all_fail_the_reference_runs(tmp_path) -> None:
-    guard, told, _ = gate(tmp_path, {"planted.wrong": Verdict(False, "off")})
-    bound = table(backend_with(wrong), guard).bind(rms_norm, n=4)
-    assert not bound.native and told
-
-
-def test_a_verdict_is_kept_by_kernel_and_device(tmp_path) -> None:
-    backend = backend_with(good)
-    for _ in range(2):
-        guard, _, asked = gate(tmp_path, {"planted.good": Verdict(True)})
-        table(backend, guard).bind(rms_norm, n=4)
-    assert asked == []
-    assert guard.known(backend.implementations[0]) == Verdict(True)
-
-
-def test_what_there_is_no_time_for_is_not_used(tmp_path) -> None:
-    ticks = iter(range(0, 10**6, 50))
-    guard, told, _ = gate(
-        tmp_path,
-        {"planted.wrong": Verdict(False, "off"), "planted.good": Verdict(True)},
-        clock=partial(next, ticks),
-        budget_seconds=50.0,
-    )
-    assert not table(backend_with(good, wrong), guard).bind(rms_norm, n=4).native
-    assert "deepinfer verify" in told[-1]
-
-
-def test_a_check_that_raises_counts_as_failed(tmp_path) -> None:
-    def check(implementation, seconds):
-        raise RuntimeError("device lost")
-
-    guard = Gate(HostRuntime(), check, tmp_path / "verified.json", tell=lambda message: None)
-    assert not guard(backend_with(good).implementations[0])
-
-
-def test_an_edited_kernel_falls_to_compiled(tmp_path, monkeypatch) -> None:
-    source = tmp_path / "kernels" / "acme_norm.py"
-    source.parent.mkdir()
-    source.write_text("def fast(x, weight, eps):\n    return x\n")
-    (source.parent / "norm.cu").write_text("// one")
-    monkeypatch.syspath_prepend(str(source.parent))
-    import acme_norm
-
-    backend = Backend("acme", "cpu", probe=lambda: Availability(True), sources=("*.cu",))
-    backend.implements(rms_norm)(acme_norm.fast)
-    (kernel,) = backend.implementations
-    assert proof_level(kernel) == "compiled"
-    (file,) = write_proofs(backend, [kernel], "hardware", "acme 1")
-    assert file.parent == source.parent and proof_level(kernel) == "hardware"
-    before = kernel_hash(kernel)
-    (source.parent / "norm.cu").write_text("// two")
-    assert kernel_hash(kernel) != before and proof_level(kernel) == "compiled"
-
-
-def test_verification_runs_the_cases_of_one_implementation() -> None:
-    from deepinfer.conformance.selfcheck import verify_implementation
-
-    first, second = backend_with(good, wrong).implementations
-    assert verify_implementation(first, HostRuntime(), quick=True).passed
-    assert "rms_norm/" in verify_implementation(second, HostRuntime(), quick=True).detail
-    picky = Backend("picky", "cpu", probe=lambda: Availability(True))
-    picky.implements(rms_norm, when=lambda dims: dims["n"] == 7)(good)
-    assert "none of its cases" in verify_implementation(picky.implementations[0], HostRuntime()).detail
 
 
 def test_an_op_of_one_file_is_all_the_suite_needs() -> None:

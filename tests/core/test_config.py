@@ -126,6 +126,29 @@ def test_known_names_without_the_feature_warn() -> None:
         load({"DEEPINFER_USE_NEXTN_DECODE": "5"})
 
 
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({}, ("off", None, "compact")),
+        ({"YOCO_PREFILL_TRUNCATION_MODE": "off", "YOCO_PREFILL_KEEP_TOKENS": "0"}, ("off", None, "compact")),
+        ({"YOCO_PREFILL_TRUNCATION_MODE": "compact"}, ("decoder", None, "compact")),
+        ({"YOCO_PREFILL_TRUNCATION_MODE": "Mask", "YOCO_PREFILL_KEEP_TOKENS": "140"}, ("decoder", 140, "mask")),
+        ({"YOCO_PREFILL_TRUNCATION_MODE": "compact", "REPLAY": "full"}, ("full", None, "compact")),
+        ({"YOCO_PREFILL_KEEP_TOKENS": "140", "REPLAY_KEEP_TOKENS": "200"}, ("off", 200, "compact")),
+    ],
+)
+def test_replay_is_also_set_by_the_variables_of_deepseeks_engine(environ, expected) -> None:
+    config = load({f"DEEPINFER_{name}": value for name, value in environ.items()})
+    assert (config.replay, config.replay_keep_tokens, config.replay_form) == expected
+
+
+def test_a_truncation_mode_that_does_not_exist_is_an_error() -> None:
+    with pytest.raises(ConfigError, match="replay must be one of 'off', 'decoder', 'full', got 'compcat'"):
+        load({"DEEPINFER_YOCO_PREFILL_TRUNCATION_MODE": "compcat"})
+    with pytest.raises(ConfigError, match="replay_keep_tokens must be an integer"):
+        load({"DEEPINFER_YOCO_PREFILL_KEEP_TOKENS": "many"})
+
+
 def test_unknown_variables_warn_with_close_matches() -> None:
     with pytest.warns(ConfigWarning, match="did you mean DEEPINFER_BATCH_INVARIANT"):
         load({"DEEPINFER_BATCH_INVARIENT": "1"})

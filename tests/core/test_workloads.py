@@ -4,6 +4,7 @@
 """
 
 import dataclasses
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -31,6 +32,9 @@ from deepinfer.testing.workloads import (
 PER_TEST = 100
 REAL_PER_TEST = 10
 REAL_SHARE = 60 / 2000
+TEXT_SHARE = 100 / 2000
+DATA = Path(__file__).parents[1] / "data"
+TEXTS = ("e", "t", "th", "5", "a ")
 
 FOUR_LAYERS = {
     "num_hidden_layers": 4,
@@ -48,7 +52,12 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 def pytest_generate_tests(metafunc):
     config = metafunc.config
     count, only = config.getoption("--workloads", 2000), config.getoption("--workload-seed", None)
-    for name, total, size in (("seeds", count, PER_TEST), ("real_seeds", int(count * REAL_SHARE), REAL_PER_TEST)):
+    plans = {
+        "seeds": (count, PER_TEST),
+        "text_seeds": (int(count * TEXT_SHARE), PER_TEST),
+        "real_seeds": (int(count * REAL_SHARE), REAL_PER_TEST),
+    }
+    for name, (total, size) in plans.items():
         if name in metafunc.fixturenames:
             ranges = [range(i, min(i + size, total)) for i in range(0, total, size)]
             if only is not None:
@@ -56,11 +65,11 @@ def pytest_generate_tests(metafunc):
             metafunc.parametrize(name, ranges, ids=lambda r: f"{r.start}-{r.stop - 1}")
 
 
-def check_all(seeds, model, shape):
+def check_all(seeds, model, shape, tokenizer=None):
     """Check workloads by seed; the error says how to repeat the first that fails."""
     for seed in seeds:
         try:
-            check(Workload.generate(seed, shape), model)
+            check(Workload.generate(seed, shape), model, tokenizer=tokenizer)
         except Exception as error:
             error.add_note(f"repeat it: pytest {__file__} --workload-seed {seed}")
             raise
@@ -72,21 +81,31 @@ def hash_model():
 
 
 @pytest.fixture(scope="module", params=["quant", "plain"])
-def real_model(request, tmp_path_factory):
+def real(request, tmp_path_factory):
+    """A random V4.1 of four layers, and its tokenizer."""
     folder = tmp_path_factory.mktemp("four_layers") / "model"
     make_tiny(folder, seed=3, quant=request.param == "quant", shards=1, text_fields=FOUR_LAYERS)
-    return load_model(folder, cpu_ops(), LoadOptions(max_model_len=128), Tokenizer.from_dir(folder))
+    tokenizer = Tokenizer.from_dir(folder)
+    return load_model(folder, cpu_ops(), LoadOptions(max_model_len=128), tokenizer), tokenizer
 
 
 def test_hash_model_gets_what_it_gets_alone(hash_model, seeds) -> None:
     check_all(seeds, hash_model, Shape())
 
 
-def test_v41_gets_what_it_gets_alone(real_model, real_seeds) -> None:
+def test_text_is_what_it_is_alone(text_seeds) -> None:
+    """Stop strings and bad words, with a vocabulary whose tokens say something."""
+    tokenizer = Tokenizer.from_dir(DATA)
+    model = HashModel(tokenizer.vocab_size, eos_token_ids=(1,), nan_every=199)
+    check_all(text_seeds, model, Shape(texts=TEXTS), tokenizer)
+
+
+def test_v41_gets_what_it_gets_alone(real, real_seeds) -> None:
     """Half of the seeds for each model: even ones quantised, odd ones plain."""
-    parity = real_model.info.vocab_size == 320
+    model, tokenizer = real
+    parity = model.info.vocab_size == 320
     seeds = [s for s in real_seeds if s % 2 == parity or len(real_seeds) == 1]
-    check_all(seeds, real_model, Shape(vocab_size=300, max_prompt=60))
+    check_all(seeds, model, Shape(vocab_size=300, max_prompt=60, texts=TEXTS), tokenizer)
 
 
 def test_a_workload_is_a_function_of_its_seed() -> None:

@@ -116,8 +116,8 @@ def test_every_kind_of_bad_item_is_its_own_error(run, output, write_input, lines
         {**good, "custom_id": "u", "url": "/v1/embeddings"},
         {**good, "custom_id": "b", "body": "text"},
         lines.chat("p", temprature=1),
-        lines.chat("s", stop=["x"]),
-        lines.chat("n", n=2),
+        lines.chat("s", stop=["x", 5]),
+        lines.chat("n", n=0),
         lines.chat("t", temperature="hot"),
         lines.chat("nan", temperature=float("nan")),
         lines.chat("r", reasoning_effort="medium"),
@@ -144,8 +144,8 @@ def test_every_kind_of_bad_item_is_its_own_error(run, output, write_input, lines
         (10, "u", "unknown_url"),
         (11, "b", "invalid_body"),
         (12, "p", "unknown_parameter"),
-        (13, "s", "unsupported_parameter"),
-        (14, "n", "unsupported_parameter"),
+        (13, "s", "invalid_parameter"),
+        (14, "n", "invalid_parameter"),
         (15, "t", "invalid_parameter"),
         (16, "nan", "invalid_parameter"),
         (17, "r", "invalid_chat"),
@@ -160,7 +160,7 @@ def test_every_kind_of_bad_item_is_its_own_error(run, output, write_input, lines
     ]
     messages = {r["error"]["line"]: r["error"]["message"] for r in records if r["error"]}
     assert "'temprature'; did you mean 'temperature'?" in messages[12]
-    assert messages[13].startswith("stop=") and messages[15].startswith("temperature must be")
+    assert messages[13].startswith("stop must be") and messages[15].startswith("temperature must be")
     assert (summary.num_answered, summary.num_failed, summary.exit_status) == (1, 24, 1)
 
     before = output.read_bytes()

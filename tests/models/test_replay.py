@@ -213,7 +213,7 @@ def full_engine(folder, keep):
 
 def test_full_replay_with_enough_rows_gives_exact_records(tiny) -> None:
     """Window records are exact where all that they depend on ran again, so the answer is that of decoder replay."""
-    folder, window, reach = tiny
+    folder, _, reach = tiny
     keep = reach + 2
     hit = -(-2 * keep // 8) * 8
     prompt = text(320)[:hit] + text(reach + 8, seed=4)
@@ -231,7 +231,7 @@ def test_full_replay_with_enough_rows_gives_exact_records(tiny) -> None:
 
 def test_full_replay_does_not_depend_on_chunks_and_stores_nothing(tiny) -> None:
     folder, window, _ = tiny
-    keep, prompt = window, text(320)[:200] + [7, 8, 9]
+    keep, prompt = window, [*text(320)[:200], 7, 8, 9]
     answers = []
     for chunk_size in (None, 1, 3, window + 1):
         with full_engine(folder, keep) as llm:
@@ -253,6 +253,20 @@ def test_full_replay_takes_an_exact_hit_where_it_saves_no_rows(tiny) -> None:
         assert got.num_cached_tokens == (102 - keep) // 8 * 8
     with LLM(folder, replay="decoder", **SETTINGS) as llm:
         assert facts(serve(llm.engine, text(100) + text(2, seed=5))) == facts(got)
+
+
+def test_exact_requests_and_cut_ones_do_not_share_pages(tiny) -> None:
+    """One engine, the same prompt exact, cut and exact again."""
+    folder, window, _ = tiny
+    prompt = text(3 * window + 12)
+    with LLM(folder, **SETTINGS) as llm:
+        for replay in ("decoder", "off", "decoder"):
+            params = SamplingParams(max_tokens=3, temperature=0.0, logprobs=2, ignore_eos=True)
+            llm.engine.add_request("r", prompt, params, replay=replay)
+            while llm.engine.has_unfinished():
+                outputs = llm.engine.step()
+            assert outputs[0].num_cached_tokens == 0
+            assert outputs[0].approximate == (replay == "decoder")
 
 
 def test_what_cannot_be_replayed_is_refused(tiny) -> None:
