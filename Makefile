@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test lint types imports check clean
+.PHONY: demo test lint types imports check proofs clean
 
 $(STAMP): pyproject.toml constraints.txt CMakeLists.txt $(wildcard core/native/* backends/cpu/native/*)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -35,6 +35,11 @@ imports: $(STAMP)
 	PYTHON=$(BIN)/python tools/check_imports.sh
 
 check: lint types imports test
+
+# After an edit of a kernel or of an op's cases: run the suite again and record what passed.
+proofs: $(STAMP)
+	$(BIN)/deepinfer conformance --backend cpu --quiet --write-proof
+	$(BIN)/deepinfer conformance --backend fake --quiet --write-proof
 
 clean:
 	rm -rf build $(VENV) .typing

@@ -87,6 +87,7 @@ class EngineSettings(TypedDict, total=False):
     activation_rounding: bool | None
     batch_invariant: bool
     strict: bool
+    verify_kernels: bool
     seed: int
     engram: Literal["memory", "mmap"]
     load_draft: bool
@@ -198,6 +199,9 @@ class EngineConfig:
     )
     batch_invariant: bool = _setting(True, _Rule(bool), "a request's bits do not depend on what else runs")
     strict: bool = _setting(False, _Rule(bool), "refuse to run an op on the slow reference")
+    verify_kernels: bool = _setting(
+        True, _Rule(bool), "run a kernel's own cases on this device before its first use, unless it is proven"
+    )
     seed: int = _setting(0, _Rule(int, low=0, high=MAX_SEED), "where requests without a seed get theirs from")
     engram: Literal["memory", "mmap"] = _setting(
         "memory", _Rule(str, choices=("memory", "mmap")), "Engram tables in memory, or read from disk as needed"

@@ -27,7 +27,7 @@ from deepinfer.core.runner import Drawn, LaunchedStep, StepRunner
 from deepinfer.core.sampler import Sampler, TokenLogprobs, derive_seed
 from deepinfer.core.sampling_params import SamplingParams
 from deepinfer.core.scheduler import Scheduler
-from deepinfer.core.shapers import ShapingContext, make_shaper
+from deepinfer.core.shapers import FixedShape, ShapingContext, make_shaper
 from deepinfer.core.speculation import Drafting, LengthPolicy, SpeculationStats
 from deepinfer.core.tokenizer import Tokenizer
 from deepinfer.models.interface import Model
@@ -334,6 +334,7 @@ class Engine:
         choices = [request, *(request.new_sibling(choice) for choice in range(1, params.n))]
         for choice in choices:
             choice.shaper = make_shaper(params, request.prompt_token_ids, self._shaping)
+            choice.waits = choice.shaper is not None and not isinstance(choice.shaper, FixedShape)
             self._recorder.start(choice)
         self._requests[request.request_id] = choices
         if len(request.prompt_token_ids) > 1:
@@ -360,16 +361,15 @@ class Engine:
         if self._drawn is not None:
             for request in self._drew:
                 request.draw = -1
-                if request.shaper is None:
+                if not request.waits:
                     request.num_drafts = 0  # they were in the step that is forgotten now
         self._drawn, self._drew = launched.drawn, launched.draws
         next_drafts = self._drafting.length if self._drafting is not None else 0
         for place, (request, drafts) in enumerate(zip(launched.draws, launched.num_drafts, strict=True)):
             request.planned_tokens += drafts + 1
-            # Who shapes rows is planned again when this step is collected, with drafts that the host has seen.
-            waits = request.shaper is not None
-            request.draw = -1 if waits else place
-            request.num_drafts = 0 if waits else next_drafts
+            # Who waits is planned again when this step is collected, with drafts that the host has seen.
+            request.draw = -1 if request.waits else place
+            request.num_drafts = 0 if request.waits else next_drafts
         return launched
 
     def _collect(self, launched: LaunchedStep) -> list[RequestOutput]:
@@ -408,7 +408,7 @@ class Engine:
                 else:
                     emitted_here = tokens[start : start + count]
                     self._record(request, emitted_here, logprobs if i in wants else None, first_row)
-                if drafts_there is not None and request.shaper is not None:
+                if drafts_there is not None and request.waits:
                     request.drafts = drafts_there[i]
                     request.num_drafts = len(request.drafts)
                 touched.append(request)
@@ -442,7 +442,7 @@ class Engine:
         drawn = launched.drawn
         if drawn is None or drawn.draft_logits is not None or drawn.drafts.shape[1] == 0 or self._drafting is None:
             return None
-        if not any(request.shaper is not None for request in launched.draws):
+        if not any(request.waits for request in launched.draws):
             return None
         self._num_draft_waits += 1
         drafts: list[list[int]] = self._runtime.to_host(drawn.drafts)[:, : self._drafting.length].tolist()

@@ -21,8 +21,8 @@ class Feature:
         name: of the parameter, or parameters.
         is_asked: whether parameters ask for it.
         example: parameters that do.
-        shapes_rows: it changes logits by what the host knows (`core.shaping`): the request waits for each of its steps,
-            and its drafts are brought to the host.
+        shapes_rows: it changes logits by what the host knows (`core.shaping`).
+        waits: for that it looks at tokens: the request waits for each of its steps, its drafts are brought to the host.
         scores_prompt: it keeps logits of prompt positions, so the request starts from no stored KV.
         needs_tokenizer: it is about text.
     """
@@ -31,6 +31,7 @@ class Feature:
     is_asked: Callable[[SamplingParams], bool]
     example: Mapping[str, Any] = field(default_factory=dict)
     shapes_rows: bool = False
+    waits: bool = False
     scores_prompt: bool = False
     needs_tokenizer: bool = False
 
@@ -52,23 +53,38 @@ FEATURES: Final = (
         lambda p: (p.presence_penalty, p.frequency_penalty, p.repetition_penalty) != (0.0, 0.0, 1.0),
         {"frequency_penalty": 1.0},
         shapes_rows=True,
+        waits=True,
     ),
     Feature("logit_bias", lambda p: bool(p.logit_bias), {"logit_bias": {3: 1.0}}, shapes_rows=True),
     Feature(
         "allowed_token_ids", lambda p: p.allowed_token_ids is not None, {"allowed_token_ids": [3]}, shapes_rows=True
     ),
-    Feature("bad_words", lambda p: bool(p.bad_words), {"bad_words": ["a"]}, shapes_rows=True, needs_tokenizer=True),
-    Feature("min_tokens", lambda p: p.min_tokens > 0, {"min_tokens": 1}, shapes_rows=True),
-    Feature("golden_token_ids", lambda p: bool(p.golden_token_ids), {"golden_token_ids": [3]}, shapes_rows=True),
+    Feature(
+        "bad_words",
+        lambda p: bool(p.bad_words),
+        {"bad_words": ["a"]},
+        shapes_rows=True,
+        waits=True,
+        needs_tokenizer=True,
+    ),
+    Feature("min_tokens", lambda p: p.min_tokens > 0, {"min_tokens": 1}, shapes_rows=True, waits=True),
+    Feature(
+        "golden_token_ids", lambda p: bool(p.golden_token_ids), {"golden_token_ids": [3]}, shapes_rows=True, waits=True
+    ),
     Feature(
         "thinking_budget",
         lambda p: p.thinking_budget is not None,
         {"thinking_budget": 4},
         shapes_rows=True,
+        waits=True,
         needs_tokenizer=True,
     ),
     Feature(
-        "logits_processors", lambda p: bool(p.logits_processors), {"logits_processors": {"x": None}}, shapes_rows=True
+        "logits_processors",
+        lambda p: bool(p.logits_processors),
+        {"logits_processors": {"x": None}},
+        shapes_rows=True,
+        waits=True,
     ),
     Feature("stop", lambda p: bool(p.stop), {"stop": ["a"]}, needs_tokenizer=True),
     Feature("stop_token_ids", lambda p: bool(p.stop_token_ids), {"stop_token_ids": [3]}),
@@ -134,9 +150,9 @@ def _engine_table() -> str:
         params = SamplingParams(temperature=0.0, **_without_temperature(feature.example))
         alone = refusal(params, has_tokenizer=False)
         cells = (
-            "yes, drafts by way of the host" if feature.shapes_rows else "yes",
-            "without drafts" if feature.shapes_rows else "yes",
-            "waits for its step" if feature.shapes_rows else "yes",
+            "yes, drafts by way of the host" if feature.waits else "yes",
+            "without drafts" if feature.waits else "yes",
+            "waits for its step" if feature.waits else "yes",
             "never starts from stored KV" if feature.scores_prompt else "yes",
             "refused" if alone is not None else "yes",
         )

@@ -26,8 +26,9 @@ class Request:
         output: what the caller sees; updated in place. All choices share it.
         choice: which answer to the prompt this is.
         siblings: other choices that will start from this one's KV, once all of the prompt but its last token is stored.
-        shaper: shapes its logits from known tokens; None for a request that need not wait for them.
-        drafts: with a shaper, the drafts that its next step may verify, known to the host.
+        shaper: changes its logits; None when nothing does.
+        waits: its shaper looks at tokens, so it is planned again only when they are known, and so are its drafts.
+        drafts: where it waits, the drafts that its next step may verify.
         chunk_size: most rows of one step, None for the engine's budget.
         decode_from: position from which known tokens run one at a time; for `LLM.logits`.
         return_logits: keep logits of every prompt position.
@@ -60,6 +61,7 @@ class Request:
     choice: int = 0
     siblings: list[Request] = field(default_factory=list)
     shaper: RowShaper | None = None
+    waits: bool = False
     drafts: list[int] = field(default_factory=list)
     chunk_size: int | None = None
     decode_from: int | None = None
@@ -150,7 +152,7 @@ class Request:
 
     def next_rows(self, budget: int) -> int:
         """Rows it would run in a step with `budget` rows left; 0 when it must wait for the steps in flight."""
-        if self.shaper is not None and self.planned_tokens > self.num_tokens:
+        if self.waits and self.planned_tokens > self.num_tokens:
             return 0
         rows = min(self.planned_tokens - self.planned_computed, budget)
         if self.siblings:

@@ -351,7 +351,7 @@ def _write_known_drafts(input_ids: Int32Array, picks: _Picks) -> None:
     """Put drafts that the host knows into the rows behind their requests' newest tokens."""
     at = 0
     for request, count in zip(picks.draws, picks.num_drafts, strict=True):
-        if count and request.shaper is not None:
+        if count and request.waits:
             first = int(picks.logits_rows[at]) + 1
             input_ids[first : first + count] = request.drafts[:count]
         at += count + 1
@@ -367,7 +367,7 @@ def _shape_rows(
         if request.shaper is None:
             continue
         try:
-            shapes = request.shaper.shape(request.drafts[:count])
+            shapes = request.shaper.shape(request.drafts[:count] if request.waits else [-1] * count)
         except Exception as error:  # a user's code may raise anything, and it is this request's own fault
             faults[place] = as_request_error("shaping_failed", error)
             continue

@@ -73,7 +73,7 @@ def make_shaper(
 
 
 class FixedShape:
-    """Allowed ids and logit bias: the same in every row."""
+    """Allowed ids and logit bias: the same in every row, so a request with nothing else waits for no tokens."""
 
     def __init__(self, params: SamplingParams, vocab_size: int) -> None:
         allowed, bias = params.allowed_token_ids, params.logit_bias or {}

@@ -3,7 +3,8 @@
 Requests whose logits depend on what they have produced (penalties, bad words, a grammar, ...) have a `RowShaper`. Its
 answers hold for known tokens, so such a request waits for its step to be collected before the next one is planned, and
 its drafts are brought to the host: row i of a verification is shaped as if drafts 0..i-1 had been emitted. Which
-features exist is `core.shapers`; the ops are `ops.shaping`, called by `core.row_shaping`.
+features exist is `core.shapers`; the ops are `ops.shaping`, called by `core.row_shaping`. Where a shape is the same in
+every row (allowed ids, logit bias), nobody waits.
 """
 
 from __future__ import annotations

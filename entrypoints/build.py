@@ -17,8 +17,10 @@ from deepinfer.entrypoints.chat_formats import chat_format
 from deepinfer.entrypoints.prompts import ChatFormat
 from deepinfer.models.interface import Model
 from deepinfer.models.registry import LoadOptions, load_model
-from deepinfer.ops.backend import BindContext
+from deepinfer.ops.backend import BindContext, Implementation
+from deepinfer.ops.proof import Gate, proof_level
 from deepinfer.ops.registry import OpTable, find_backend, parse_overrides
+from deepinfer.ops.runtime import Runtime
 
 
 class DraftBinder(Protocol):
@@ -27,6 +29,26 @@ class DraftBinder(Protocol):
     def bind(self, model: Model) -> Model:
         """The model with this draft, to be given to the engine in its place."""
         ...
+
+
+class _ProofGate:
+    """Lets proven kernels pass at once; the others have to pass their own cases on this device first.
+
+    The suite that runs those cases is imported only when there is something to verify.
+    """
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self._gate: Gate | None = None
+
+    def __call__(self, implementation: Implementation) -> bool:
+        if proof_level(implementation) == "hardware":
+            return True
+        if self._gate is None:
+            from deepinfer.conformance.selfcheck import gate_for
+
+            self._gate = gate_for(self._runtime)
+        return self._gate(implementation)
 
 
 def merge_config(folder: str, config: str | Path | EngineConfig | None, settings: EngineSettings) -> EngineConfig:
@@ -75,7 +97,8 @@ def build_engine(
         raise ConfigError(f"backend {backend.name!r} has no runtime, so no engine can run on it")
     runtime = backend.runtime()
     context = BindContext(runtime.device, runtime, config.batch_invariant, config.max_num_batched_tokens)
-    ops = OpTable(backend, context, config.strict, parse_overrides(config.ops))
+    gate = _ProofGate(runtime) if config.verify_kernels else None
+    ops = OpTable(backend, context, config.strict, parse_overrides(config.ops), gate)
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)  # torch has one pool per process, so the last engine decides
     if model is None:

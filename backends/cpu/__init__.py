@@ -47,4 +47,5 @@ BACKEND = Backend(
     op_modules=tuple(f"deepinfer.backends.cpu.{name}" for name in _OP_MODULES),
     runtime=_runtime,
     priority=0,
+    sources=("native/*.cpp", "native/*.hpp"),
 )

@@ -7,7 +7,7 @@ import pytest
 
 from deepinfer import SamplingParams
 from deepinfer.core.features import CONFLICTS, FEATURES, asked, refusal
-from deepinfer.core.shapers import ShapingContext, make_shaper
+from deepinfer.core.shapers import FixedShape, ShapingContext, make_shaper
 from deepinfer.core.tokenizer import Tokenizer
 
 ALWAYS = {"max_tokens", "include_stop_str_in_output", "skip_special_tokens"}
@@ -41,6 +41,7 @@ def test_what_shapes_rows_has_a_shaper(feature, pytestconfig, monkeypatch) -> No
     context = ShapingContext(384, (1,), Tokenizer.from_dir(pytestconfig.rootpath / "tests" / "data"))
     shaper = make_shaper(SamplingParams(**feature.example), [5], context)
     assert (shaper is not None) == feature.shapes_rows
+    assert feature.waits == (shaper is not None and not isinstance(shaper, FixedShape))
 
 
 def test_conflicts_name_features_and_are_refused() -> None:

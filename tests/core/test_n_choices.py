@@ -114,7 +114,7 @@ def test_blocks_are_shared_until_they_differ() -> None:
     engine.add_request("x", list(range(38)), SamplingParams(max_tokens=6, n=3, seed=1, ignore_eos=True))
     while len(engine.scheduler.running) < 3:
         engine.step()
-    tables = [engine.blocks.pool.block_table(r.seq).tolist() for r in engine.scheduler.running]
+    tables = [engine.blocks.pool.blocks(r.seq).tolist() for r in engine.scheduler.running]
     assert len({tuple(t[:9]) for t in tables}) == 1 and len({t[9] for t in tables}) == 3
 
 

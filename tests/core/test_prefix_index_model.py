@@ -224,6 +224,8 @@ class SlowIndex:
             self.forget(block[0].owner)
 
     def quarantine(self, seq):
+        if not seq.enabled:
+            return
         seq.enabled = False
         first = self.entries.get((seq.salt, tuple(seq.tokens[:BLOCK])))
         if first is not None:

@@ -350,3 +350,29 @@ def test_no_shaper_is_made_for_nothing(pytestconfig) -> None:
     assert isinstance(make_shaper(SamplingParams(thinking_budget=3), [1], context), ThinkingBudget)
     both = make_shaper(SamplingParams(thinking_budget=3, min_tokens=1), [1], context, HandMask([1]))
     assert isinstance(both, Shapers) and len(both.parts) == 3 and isinstance(both, RowShaper)
+
+
+@pytest.mark.parametrize("speculation", ["off", "coupled"])
+def test_a_bias_alone_waits_for_nothing(speculation) -> None:
+    params = SamplingParams(max_tokens=12, seed=1, logit_bias={5: 4.0}, allowed_token_ids=range(40))
+    with llm_of(HashModel(VOCAB), async_scheduling=False) as llm:
+        (want,) = llm.generate([1, 2], params)
+    draft = None
+    if speculation != "off":
+        draft = ScriptedDraft(lambda ids: ([*want.outputs[0].token_ids, 0, 0, 0][len(ids) - 2 :][:3], [0.5] * 3), 3)
+    with llm_of(HashModel(VOCAB), async_scheduling=True, draft=draft, draft_schedule="fixed") as llm:
+        (got,) = llm.generate([1, 2], params)
+        assert got.outputs == want.outputs and llm.stats.num_host_waits == 0
+        assert llm.stats.num_steps <= (14 if draft is None else 7)
+
+
+def test_who_waits_holds_up_nobody_else() -> None:
+    """Ahead of the host: the plain request runs in every step, the one with penalties in every other."""
+    with llm_of(HashModel(VOCAB), async_scheduling=True) as llm:
+        engine = llm.engine
+        engine.add_request("plain", [1, 2], SamplingParams(max_tokens=10, seed=1))
+        engine.add_request("waits", [1, 2], SamplingParams(max_tokens=10, seed=1, presence_penalty=0.5))
+        ended = {}
+        for step in range(60):
+            ended |= {output.request_id: step for output in engine.step() if output.finished}
+        assert ended["plain"] <= 11 and 18 <= ended["waits"] <= 22

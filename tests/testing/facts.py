@@ -107,12 +107,16 @@ class Facts:
         requests: in order of their ids.
         num_steps: steps of the engine.
         num_preemptions: requests that gave way.
+        num_stored_tokens: tokens that were not computed again.
+        num_accepted_drafts: drafted tokens that became part of an answer.
         leaks: what the pool did not get back; empty when all is well.
     """
 
     requests: tuple[RequestFacts, ...]
     num_steps: int
     num_preemptions: int
+    num_stored_tokens: int = 0
+    num_accepted_drafts: int = 0
     leaks: tuple[str, ...] = ()
 
 

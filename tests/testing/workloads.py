@@ -214,7 +214,8 @@ def run(
     if missing:
         raise WorkloadError(f"workload {workload.seed}: no result for requests {missing}")
     in_order = tuple(outputs[i] for i in range(len(outputs)))
-    return Facts(in_order, stats.num_steps, stats.num_preemptions, tuple(leaks))
+    accepted = sum(engine.speculation.accepted) if engine.speculation is not None else 0
+    return Facts(in_order, stats.num_steps, stats.num_preemptions, stats.prefix_hit_tokens, accepted, tuple(leaks))
 
 
 def oracle(
@@ -324,9 +325,9 @@ def _request(
     rng: random.Random, stems: list[tuple[int, ...]], max_len: int, shape: Shape, crowded: bool
 ) -> PlannedRequest:
     stem = rng.choice(stems)
-    prompt = stem[: rng.randint(0, len(stem))] if rng.random() < 0.6 and not crowded else ()
+    prompt = stem[: rng.randint(0, len(stem))] if rng.random() < 0.8 and not crowded else ()
     prompt = (prompt + _tokens(rng, rng.randint(0 if prompt else 1, 12), shape))[:max_len]
-    arrival = rng.choice([0, 0, 0, rng.randrange(20)])
+    arrival = rng.choice([0, 0, rng.randrange(20)])
     return PlannedRequest(
         prompt,
         _params(rng, shape, crowded),
