@@ -63,8 +63,9 @@ def main() -> None:
         model, backend="cpu", max_num_seqs=args.requests, max_num_batched_tokens=max(2048, rows), **speculation
     )
     engine = llm.engine
+    params = SamplingParams(max_tokens=(args.steps + 8) * (1 + args.drafts), temperature=0.0)
     for i in range(args.requests):
-        engine.add_request(str(i), list(range(3, 35)), SamplingParams(max_tokens=(args.steps + 8) * (1 + args.drafts), temperature=0.0))
+        engine.add_request(str(i), list(range(3, 35)), params)
     while engine.scheduler.waiting:
         engine.step()
     timed(engine.scheduler, "plan", "planning", times)

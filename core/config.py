@@ -27,9 +27,13 @@ DEFAULT_WINDOW_PAGE = 32
 MAX_SEED = 2**64 - 1
 
 _OUR_OTHER_VARIABLES = frozenset({"GOLDEN", "CACHE_DIR"})  # read by the tests
+_TRUE = ("1", "true", "yes", "on")
+_FALSE = ("0", "false", "no", "off")
 _Translation = Callable[[str], dict[str, Any]]
 _RENAMED: dict[str, _Translation] = {
     "ENGRAM_FORCE_GPU_STORAGE": lambda text: {} if text in _FALSE else {"engram": "memory"},
+    "USE_NEXTN_DECODE": lambda text: _draft_length(text),
+    "ENABLE_MTP_VARLEN": lambda text: {"draft_schedule": "fixed" if text in _FALSE else "adaptive"},
     "YOCO_PREFILL_TRUNCATION_MODE": lambda text: _TRUNCATION_MODES.get(text, {"replay": text}),
     "YOCO_PREFILL_KEEP_TOKENS": lambda text: {"replay_keep_tokens": _RULES["replay_keep_tokens"].parse(text) or None},
 }
@@ -59,8 +63,6 @@ _ELSEWHERE = """
 """
 _KNOWN_ELSEWHERE = frozenset(_ELSEWHERE.split())
 
-_TRUE = ("1", "true", "yes", "on")
-_FALSE = ("0", "false", "no", "off")
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
 
@@ -337,6 +339,12 @@ def _read_environment(environ: Mapping[str, str]) -> dict[str, Any]:
             hint = _close(name, [n.upper() for n in _RULES] + sorted(_KNOWN_ELSEWHERE | _RENAMED.keys()), ENV_PREFIX)
             warnings.warn(f"{variable} is not a setting and has no effect{hint}", ConfigWarning, 4)
     return found
+
+
+def _draft_length(text: str) -> dict[str, Any]:
+    """`USE_NEXTN_DECODE`: the most drafts of a step, 0 for no speculation."""
+    count = _RULES["num_drafts"].parse(text)
+    return {"speculation": "off"} if count == 0 else {"speculation": "coupled", "num_drafts": count}
 
 
 def _read_file(path: Path) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from deepinfer.core.shaping import Float32Array, RowFn, RowShape, pack_mask
+from deepinfer.core.shaping import Float32Array, RowFn, RowShape
 from deepinfer.core.step_buffers import Int32Array
 from deepinfer.ops import heads, sampling, shaping
 from deepinfer.ops.registry import OpTable
@@ -56,11 +56,12 @@ class RowShaping:
 
     def force(self, logits: Tensor, rows: ShapedRows) -> None:
         """Allow nothing but the forced id, in the rows that have one."""
-        masks: dict[int, Int32Array] = {}
         forced = [(row, shape.forced) for row, shape in rows if shape.forced >= 0]
-        for _, token in forced:
-            if token not in masks:
-                masks[token] = pack_mask([token], self._vocab_size)
+        tokens = list(dict.fromkeys(token for _, token in forced))
+        words = np.zeros((len(tokens), -(-self._vocab_size // 32)), np.uint32)
+        for mask, token in zip(words, tokens, strict=True):
+            mask[token // 32] = 1 << token % 32
+        masks = dict(zip(tokens, words.view(np.int32), strict=True))
         with torch.inference_mode():
             self._mask(logits, [(row, masks[token]) for row, token in forced])
 

@@ -200,25 +200,25 @@ class SeenTokens:
 
     def __init__(self, params: SamplingParams, prompt_token_ids: Sequence[int]) -> None:
         self._params = params
-        self._ids: list[int] = []
-        self._counts: list[int] = []
-        self._place: dict[int, int] = {}
-        if params.repetition_penalty != 1.0:
-            for token in dict.fromkeys(prompt_token_ids):
-                self._see(token, 0)
+        prompt = list(dict.fromkeys(prompt_token_ids)) if params.repetition_penalty != 1.0 else []
+        self._place = {token: place for place, token in enumerate(prompt)}
+        self._size = len(prompt)
+        self._ids = np.array(prompt + [0] * 16, np.int32)  # longer than what is used, so that growing is cheap
+        self._counts = np.zeros_like(self._ids)
 
     def shape(self, drafts: Sequence[int]) -> list[RowShape]:
         """See `RowShaper`."""
-        ids, counts = np.array(self._ids, np.int32), np.array(self._counts, np.int32)
+        # Copies: what is known grows while a step may still read its own shapes.
+        ids, counts = self._ids[: self._size].copy(), self._counts[: self._size].copy()
         shapes = [self._shape(ids, counts)]
         new: dict[int, int] = {}
         for token in drafts:
             place = self._place.get(token, new.get(token, -1))
-            counts = counts.copy()
             if place < 0:
                 new[token] = len(ids)
                 ids, counts = np.append(ids, np.int32(token)), np.append(counts, np.int32(1))
             else:
+                counts = counts.copy()
                 counts[place] += 1
             shapes.append(self._shape(ids, counts))
         return shapes
@@ -226,20 +226,19 @@ class SeenTokens:
     def accept(self, tokens: Sequence[int]) -> None:
         """See `RowShaper`."""
         for token in tokens:
-            self._see(token, 1)
-
-    def _see(self, token: int, count: int) -> None:
-        place = self._place.get(token)
-        if place is None:
-            self._place[token] = len(self._ids)
-            self._ids.append(token)
-            self._counts.append(count)
-        else:
-            self._counts[place] += count
+            place = self._place.setdefault(token, self._size)
+            if place == self._size:
+                if place == len(self._ids):
+                    self._ids, self._counts = np.resize(self._ids, 2 * place), np.resize(self._counts, 2 * place)
+                self._ids[place], self._counts[place] = token, 0
+                self._size += 1
+            self._counts[place] += 1
 
     def _shape(self, ids: Int32Array, counts: Int32Array) -> RowShape:
         p = self._params
-        return RowShape(penalties=Penalties(ids, counts, p.repetition_penalty, p.frequency_penalty, p.presence_penalty))
+        return RowShape(
+            penalties=Penalties(ids, counts, p.repetition_penalty, p.frequency_penalty, p.presence_penalty)
+        )
 
 
 class LogitsFunction(_History):

@@ -68,7 +68,7 @@ class StepCost:
         return max(float(self._solve() @ np.array([1.0, rows, context / 1024])), 1e-9)
 
     def _solve(self) -> NDArray[np.float64]:
-        return np.linalg.solve(self._normal + np.eye(3) * 1e-9, self._moment)
+        return np.linalg.solve(self._normal + np.eye(3) * 1e-9, self._moment).astype(np.float64)
 
 
 class LengthPolicy:

@@ -105,8 +105,22 @@ def apply_penalties_cpu(
     frequency: Tensor,
     presence: Tensor,
 ) -> None:
-    """The same: only what was seen is touched."""
-    apply_penalties.reference(logits, rows, ids, counts, repetition, frequency, presence)
+    """In NumPy, on flat indices: prompts are long, and torch checks and widens every index array it is given."""
+    entries = [_array(x, torch.int32) for x in (rows, ids, counts)]
+    used = entries[0] >= 0
+    row, token, count = entries if used.all() else (x[used] for x in entries)
+    view = _array(logits, torch.float32)
+    flat = view.reshape(-1)
+    place = row.astype(np.int64) * logits.shape[1] + token
+    x = flat[place]
+    factor = _array(repetition, torch.float32)[row]
+    with np.errstate(all="ignore"):  # Inf and NaN pass through
+        x = np.where(x > 0, x / factor, x * factor)
+        x -= _array(frequency, torch.float32)[row] * count.astype(np.float32)
+        x -= np.where(count > 0, _array(presence, torch.float32)[row], np.float32(0))
+    flat[place] = x
+    if not logits.is_contiguous():
+        logits.copy_(torch.from_numpy(view))
 
 
 @BACKEND.implements(put_rows)

@@ -122,8 +122,8 @@ def test_broken_variable_is_an_error() -> None:
 def test_known_names_without_the_feature_warn() -> None:
     with pytest.warns(ConfigWarning, match="DEEPINFER_NCCL_NUM_SMS is not supported by this engine"):
         load({"DEEPINFER_NCCL_NUM_SMS": "32"})
-    with pytest.warns(ConfigWarning, match="DEEPINFER_USE_NEXTN_DECODE is not supported"):
-        load({"DEEPINFER_USE_NEXTN_DECODE": "5"})
+    with pytest.warns(ConfigWarning, match="DEEPINFER_SO_BUILDER_CPUS is not supported"):
+        load({"DEEPINFER_SO_BUILDER_CPUS": "4"})
 
 
 @pytest.mark.parametrize(
@@ -181,3 +181,9 @@ def test_parse_bytes(text, value) -> None:
 def test_parse_bytes_refuses(text) -> None:
     with pytest.raises(ValueError, match="number"):
         parse_bytes(text)
+
+
+def test_names_of_the_draft_settings_are_honoured() -> None:
+    asked = load({"DEEPINFER_USE_NEXTN_DECODE": "3", "DEEPINFER_ENABLE_MTP_VARLEN": "0"})
+    assert (asked.speculation, asked.num_drafts, asked.draft_schedule) == ("coupled", 3, "fixed")
+    assert load({"DEEPINFER_USE_NEXTN_DECODE": "0"}).speculation == "off"

@@ -271,8 +271,6 @@ def test_bad_settings_are_refused_before_anything_is_loaded(tmp_path) -> None:
         LLM(tmp_path, max_seqs=1)
     with pytest.raises(ConfigError, match="unknown setting"):
         LLM(config=EngineConfig(), max_seqs=1)
-    with pytest.raises(ConfigError, match="speculation is not supported yet"):
-        LLM(tmp_path, draft=object())
     with pytest.raises(ConfigError, match="is no folder"):
         LLM(tmp_path / "absent")
 
