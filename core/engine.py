@@ -448,9 +448,7 @@ class Engine:
         drafts: list[list[int]] = self._runtime.to_host(drawn.drafts)[:, : self._drafting.length].tolist()
         return drafts
 
-    def _record(
-        self, request: Request, tokens: list[int], logprobs: TokenLogprobs | None, first_row: int
-    ) -> None:
+    def _record(self, request: Request, tokens: list[int], logprobs: TokenLogprobs | None, first_row: int) -> None:
         """Record emitted tokens up to a stop, and make them known to the block manager."""
         before = request.num_tokens
         for place, token in enumerate(tokens):

@@ -158,9 +158,7 @@ class Request:
         if self.siblings:
             rows = min(rows, len(self.prompt_token_ids) - 1 - self.planned_computed)
         if rows == 1 and self.planned_tokens > len(self.prompt_token_ids):
-            room = min(
-                self.params.max_tokens - self.num_planned_outputs, self.max_len - self.planned_tokens, budget
-            )
+            room = min(self.params.max_tokens - self.num_planned_outputs, self.max_len - self.planned_tokens, budget)
             return min(1 + self.num_drafts, room)
         rows = min(rows, self.chunk_size or budget)
         if self.decode_from is not None:

@@ -236,9 +236,7 @@ class SeenTokens:
 
     def _shape(self, ids: Int32Array, counts: Int32Array) -> RowShape:
         p = self._params
-        return RowShape(
-            penalties=Penalties(ids, counts, p.repetition_penalty, p.frequency_penalty, p.presence_penalty)
-        )
+        return RowShape(penalties=Penalties(ids, counts, p.repetition_penalty, p.frequency_penalty, p.presence_penalty))
 
 
 class LogitsFunction(_History):

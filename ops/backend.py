@@ -56,7 +56,11 @@ class Plan(Protocol):
         ...
 
     def run(self, *inputs: Any, **options: Any) -> Any:
-        """Run the op. `out=` and `scratch=` are passed when the plan is capturable."""
+        """Run the op.
+
+        `scratch=` and `persistent=` are passed to a plan that asked for such bytes; `out=` to a capturable one, by the
+        suite and while a step is captured. Without `out` a run makes its results.
+        """
         ...
 
 

@@ -12,9 +12,13 @@ from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from typing import Any, Generic, ParamSpec, TypeVar, cast
 
+import torch
+from torch import Tensor
+
 from deepinfer.ops.backend import Availability, Backend, BindContext, Dims, FunctionPlan, Implementation, Plan
 from deepinfer.ops.errors import BackendUnavailableError, MissingOpsError, OpArgumentError
-from deepinfer.ops.spec import API_VERSION, OpSpec, defined_ops
+from deepinfer.ops.runtime import Runtime
+from deepinfer.ops.spec import API_VERSION, OpSpec
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -89,6 +93,20 @@ def parse_overrides(text: str) -> dict[str, str]:
     return overrides
 
 
+class Scratch:
+    """One buffer for all plans of a table: they run one after the other on one stream. Grows, never shrinks."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self._buffer: Tensor | None = None
+
+    def __call__(self, num_bytes: int) -> Tensor:
+        """[num_bytes] uint8 of undefined contents."""
+        if self._buffer is None or self._buffer.shape[0] < num_bytes:
+            self._buffer = self._runtime.empty((num_bytes,), torch.uint8)
+        return self._buffer[:num_bytes]
+
+
 @dataclass(frozen=True)
 class BoundOp(Generic[P, R]):
     """An op bound to one implementation and one set of static dimensions; call it like the op."""
@@ -98,10 +116,17 @@ class BoundOp(Generic[P, R]):
     native: bool
     plan: Plan
     dims: Dims = field(default_factory=dict)
+    scratch: Scratch | None = None
+    persistent: Tensor | None = None
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Run the plan."""
-        return cast(R, self.plan.run(*args, **kwargs))
+        """Run the plan, with the memory it asked for at bind."""
+        options: dict[str, Any] = dict(kwargs)
+        if self.plan.scratch_bytes and self.scratch is not None:
+            options["scratch"] = self.scratch(self.plan.scratch_bytes)
+        if self.persistent is not None:
+            options["persistent"] = self.persistent
+        return cast(R, self.plan.run(*args, **options))
 
 
 @dataclass
@@ -123,6 +148,10 @@ class OpTable:
     overrides: dict[str, str] = field(default_factory=lambda: parse_overrides(os.environ.get("DEEPINFER_OPS", "")))
     gate: Callable[[Implementation], bool] | None = None
     _bound: dict[tuple[str, tuple[tuple[str, Any], ...]], BoundOp[..., Any]] = field(default_factory=dict, repr=False)
+    _scratch: Scratch = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self._scratch = Scratch(self.context.runtime)
 
     def bind(self, op: OpSpec[P, R], **dims: Any) -> BoundOp[P, R]:
         """Choose an implementation for `op` at these static dimensions and bind it; the same call gives the same plan.
@@ -161,10 +190,17 @@ class OpTable:
                 raise OpArgumentError(f"override {op.name}={override}: backend {self.backend.name!r} has no such one")
         chosen = self._choose(candidates, dims, gated=override is None)
         if chosen is not None:
-            return BoundOp(op, chosen.name, True, chosen.bind(dims, self.context), dict(dims))
+            plan = chosen.bind(dims, self.context)
+            kept = plan.persistent_bytes
+            persistent = self.context.runtime.zeros((kept,), torch.uint8) if kept else None
+            if plan.scratch_bytes:
+                self._scratch(plan.scratch_bytes)  # taken now, so that no run allocates
+            return BoundOp(op, chosen.name, True, plan, dict(dims), self._scratch, persistent)
         if override is not None:
             raise OpArgumentError(f"override {op.name}={override} does not accept {dict(dims)}")
         if self.strict:
+            from deepinfer.ops.catalog import defined_ops  # defines every op there is
+
             self.require(defined_ops().values())
             raise MissingOpsError(self.backend.name, [op.name])  # there, but not for these dimensions
         return BoundOp(op, "reference", False, FunctionPlan(op.reference), dict(dims))

@@ -28,7 +28,7 @@ def one_thread():
 @pytest.fixture
 def llm(tokenizer):
     """A model that thinks out loud and then answers, letter by letter, at temperature 0; it dithers otherwise."""
-    said = tokenizer.encode("why not</think>0123456789 the end", parse_special=True) + [tokenizer.eos_token_id]
+    said = [*tokenizer.encode("why not</think>0123456789 the end", parse_special=True), tokenizer.eos_token_id]
     starts = {tokenizer.token_to_id("<think>"), tokenizer.token_to_id("</think>"), tokenizer.bos_token_id}
 
     def logits(ids):
