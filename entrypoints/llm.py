@@ -33,7 +33,8 @@ from deepinfer.entrypoints.prompts import (
 from deepinfer.entrypoints.session import Session, Sink
 
 if TYPE_CHECKING:
-    from deepinfer.core.engine import Engine, EngineStats
+    from deepinfer.core.engine import Engine
+    from deepinfer.core.stats import EngineStats
     from deepinfer.models.interface import Model
 
 Prompts = PromptLike | Sequence[PromptLike]

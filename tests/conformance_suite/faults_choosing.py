@@ -32,6 +32,11 @@ def gives_slots_of_page_zero_for_a_hole(positions, row_to_seq, window_tables, wi
     return torch.where(out >= 10**6 * window_page, out - 10**6 * window_page, out)
 
 
+@fault(index.clip_window, "start +0")
+def hides_the_first_visible_position(indices, positions, row_to_seq, starts):
+    index.clip_window.reference(indices, positions, row_to_seq, starts + (starts > 0).int())
+
+
 @fault(index.visible_lens, "MN-4 64 consecutive positions, ratio 2")
 def counts_an_open_group(positions, ratio):
     return (positions // ratio + 1).int()

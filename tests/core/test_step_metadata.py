@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deepinfer.core._native import KVPool, StepArrays
+from deepinfer.core.kv_blocks import KVBlockManager
 from deepinfer.core.step_buffers import StepBuffers
 
 BLOCK, PAGE, WINDOW, LOOKBACK = 8, 4, 6, 8
@@ -243,8 +244,8 @@ def test_arrays_of_another_kind_are_refused_when_bound(kind, message):
     [
         ((1, 1), (1, 1), "sequence 1 is named twice"),
         ((1, 3), (1, 1), "sequence 3 is not open"),
-        ((1,), (5,), "sequence 1: query_lens is 5; it has 4 tokens, 0 computed"),
-        ((1,), (-1,), "query_lens is -1"),
+        ((1,), (5,), "sequence 1: 5 rows from 0; it has 4 tokens, 0 computed"),
+        ((1,), (-1,), "sequence 1: -1 rows from 0"),
         ((2,), (1,), "sequence 2: rows up to 1 tokens are not reserved"),
         ((1, 2), (1,), "seqs has 2 entries, query_lens has 1"),
     ],
@@ -298,3 +299,32 @@ def test_the_caller_chooses_the_memory():
     pool = make_pool()
     step = make_buffers(zeros=zeros).write(pool, ids(opened(pool, 2)), ids(2))
     assert any(np.shares_memory(step.input_ids, array) for array in made)
+
+
+def test_rows_of_steps_in_flight_start_behind_what_is_known() -> None:
+    """Unknown tokens are 0, and -1 in the history; positions and slots are those of the planned rows."""
+    manager = KVBlockManager(8, 8, window_page=4, window=4, max_rollback=4, num_slots=2)
+    seq = manager.open(np.array([11, 12, 13, 14, 15], dtype=np.int32))
+    manager.reserve(seq, 9)
+    manager.commit(np.array([seq], dtype=np.int32), np.array([4], dtype=np.int32))
+    buffers = StepBuffers(max_rows=8, max_seqs=2, max_blocks=4, max_window_pages=4, ratios=(1, 2), ngram=4)
+    step = buffers.write(
+        manager.pool,
+        np.array([seq], dtype=np.int32),
+        np.array([3], dtype=np.int32),
+        starts=np.array([6], dtype=np.int32),
+    )
+    assert step.positions.tolist() == [6, 7, 8]
+    assert step.input_ids.tolist() == [0, 0, 0]
+    assert step.history[0].tolist() == [-1, 15, 14]
+    assert step.seq_lens.tolist() == [9]
+    pages, blocks = manager.pool.pages(seq), manager.pool.blocks(seq)
+    assert step.window_slots.tolist() == [pages[1] * 4 + 2, pages[1] * 4 + 3, pages[2] * 4]
+    assert step.slots[2].tolist() == [-1, blocks[0] * 4 + 3, -1]
+    with pytest.raises(ValueError, match="sequence 1: 1 rows from 3; it has 5 tokens, 4 computed"):
+        buffers.write(
+            manager.pool,
+            np.array([seq], dtype=np.int32),
+            np.array([1], dtype=np.int32),
+            starts=np.array([3], dtype=np.int32),
+        )
