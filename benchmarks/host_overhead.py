@@ -59,9 +59,7 @@ def main() -> None:
     model = NullModel(args.vocab, cache_spec=v41_like(), max_position=8192, num_drafts=args.drafts)
     rows = args.requests * (1 + args.drafts)
     speculation: dict[str, Any] = {"speculation": "coupled", "draft_schedule": "fixed"} if args.drafts else {}
-    llm = LLM(
-        model, backend="cpu", max_num_seqs=args.requests, max_num_batched_tokens=max(2048, rows), **speculation
-    )
+    llm = LLM(model, backend="cpu", max_num_seqs=args.requests, max_num_batched_tokens=max(2048, rows), **speculation)
     engine = llm.engine
     params = SamplingParams(max_tokens=(args.steps + 8) * (1 + args.drafts), temperature=0.0)
     for i in range(args.requests):

@@ -79,7 +79,7 @@ class CacheFormat:
 
     @property
     def layout(self) -> str:
-        """"interleaved": codes then scales of one record; "sectioned": all codes of a page, then all scales."""
+        """ "interleaved": codes then scales of one record; "sectioned": all codes of a page, then all scales."""
         return "sectioned" if self.kind == "index" else "interleaved"
 
     @property

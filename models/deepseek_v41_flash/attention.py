@@ -123,9 +123,7 @@ class BackboneAttention(Attention[StepContext]):
         self.compressor: Compressor | None = None
         self.indexer: Indexer | None = None
         if weights.compressor is not None and weights.index_keys is not None:
-            self.compressor = Compressor(
-                ops, config, layer, weights.compressor, weights.index_keys, cos_sin, numerics
-            )
+            self.compressor = Compressor(ops, config, layer, weights.compressor, weights.index_keys, cos_sin, numerics)
         if weights.indexer is not None:
             self.indexer = Indexer(ops, config, layer, weights.indexer, cos_sin, numerics)
 

@@ -173,9 +173,7 @@ class DSparkDraft:
         tokens, confidences, logits = [], [], []
         for i in range(count):
             temperature = temperatures[i] if temperatures else 1.0
-            confidence = self._confidence(
-                states[:, i], token, self._markov_embed, self._confidence_proj, temperature
-            )
+            confidence = self._confidence(states[:, i], token, self._markov_embed, self._confidence_proj, temperature)
             scores = self._markov(base[:, i], token, self._markov_embed, self._markov_head)
             token = self._known((choose or self._greedy)(i, scores), self._noise_id)
             tokens.append(token[:, None])

@@ -39,9 +39,7 @@ class Experts:
         self._shared2 = Linear(ops, weights.shared_w2, numerics)
         rounding = numerics.activation_rounding
         self._fmt: QuantFormat | None = "mxfp8" if rounding and isinstance(weights.w2, QTensor) else None
-        self._shared_fmt: QuantFormat | None = (
-            "mxfp8" if rounding and isinstance(weights.shared_w2, QTensor) else None
-        )
+        self._shared_fmt: QuantFormat | None = "mxfp8" if rounding and isinstance(weights.shared_w2, QTensor) else None
         self._gate = ops.bind(moe_gate, experts=self.num_experts, k=per_token)
         self._dispatch = ops.bind(ep_dispatch, experts=self.num_experts, k=per_token)
         self._combine = ops.bind(ep_combine, k=per_token)
@@ -59,9 +57,7 @@ class Experts:
         expert_ids, weights = self._gate(self._router(x), self._bias, None, None, self.per_token, self.scale)
         step.observe(f"{self.name}.route_experts", expert_ids)
         step.observe(f"{self.name}.route_weights", weights)
-        rows, row_weights, psum, handle = self._dispatch(
-            x.for_weight(self._w13), expert_ids, weights, self.num_experts
-        )
+        rows, row_weights, psum, handle = self._dispatch(x.for_weight(self._w13), expert_ids, weights, self.num_experts)
         gate, up = self._gemm13(rows, self._w13, psum, self._dtype).split(self.width, dim=1)
         hidden = self._swiglu(gate, up, self.limit, row_weights, self._fmt)
         routed = self._gemm2(hidden, self._w2, psum, self._dtype)
