@@ -182,8 +182,19 @@ class Engine:
         Returns:
             The results that changed: of requests that got tokens, scored their prompt, or ended. They are the live
             objects, updated by later steps until `finished`.
+
+        Raises:
+            Exception: whatever the model or the device raised. Every live request has ended with the error
+                `engine_error`, which the next call gives back, and what they held is free; new requests may be tried.
         """
-        changed, self._ended = self._ended, []
+        try:
+            return self._step()
+        except Exception as error:
+            self._fail_live(error)
+            raise
+
+    def _step(self) -> list[RequestOutput]:
+        changed: list[RequestOutput] = []
         start = time.perf_counter()
         launched = self._launch()
         if self.is_async:
@@ -197,7 +208,22 @@ class Engine:
                 context = int(plan.starts.sum())
                 seconds = time.perf_counter() - start - self._drafting.take_seconds()
                 self._drafting.policy.cost.observe(int(plan.query_lens.sum()), context, seconds)
-        return changed
+        ended, self._ended = self._ended, []
+        return list({id(output): output for output in ended + changed}.values())
+
+    def _fail_live(self, error: Exception) -> None:
+        """End all live requests after a step that failed half-way: nothing it planned or stored is to be trusted."""
+        self._in_flight, self._drawn, self._drew = None, None, []
+        self.scheduler.drop_copies()
+        what = f"{type(error).__name__}: {error}"
+        fault = RequestError("engine_error", f"a step failed and took this request with it: {what}")
+        for choices in list(self._requests.values()):
+            for request in choices:
+                if request.seq:
+                    self.blocks.quarantine(request.seq)
+                if request.completion.finish_reason is None:
+                    self._recorder.fail(request, fault)
+            self._end_all(choices)
 
     def has_unfinished(self) -> bool:
         """Requests are live, or results have not been fetched yet."""
@@ -243,6 +269,7 @@ class Engine:
         """Abort what is left; the engine takes no more requests."""
         for request_id in list(self._requests):
             self.abort(request_id)
+        self._in_flight, self._drawn, self._drew = None, None, []
         self._runtime.synchronize()
 
     def _block_of_drafts(self) -> int:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from deepinfer.core.answer_text import AnswerText
 from deepinfer.core.detokenizer import IncrementalDetokenizer
-from deepinfer.core.errors import RequestError
+from deepinfer.core.errors import RequestError, as_request_error
 from deepinfer.core.outputs import FinishReason, Logprob
 from deepinfer.core.request import Request
 from deepinfer.core.sampler import TokenLogprobs
@@ -114,7 +114,14 @@ class OutputRecorder:
 
     def fail_if_nothing_is_allowed(self, request: Request, vocab_size: int) -> None:
         """Close an answer that no token was drawn for if its own masks are the reason: its numbers are sound."""
-        if request.shaper is None or not request.shaper.shape(())[0].allows_nothing(vocab_size):
+        if request.shaper is None:
+            return
+        try:
+            allows_nothing = request.shaper.shape(())[0].allows_nothing(vocab_size)
+        except Exception as error:  # a user's function: its fault is its own request's
+            self.fail(request, as_request_error("logits_processor_failed", error))
+            return
+        if not allows_nothing:
             return
         self.fail(
             request,
@@ -136,7 +143,7 @@ class OutputRecorder:
         entry = {token_id: self._logprob(token_id, float(logprobs.logprob[row]), int(logprobs.rank[row]), text)}
         for place in range(min(count, logprobs.top_ids.shape[1])):
             other = int(logprobs.top_ids[row, place])
-            if other != token_id:
+            if other not in (token_id, -1):  # -1 fills the places of a row that has no numbers
                 entry[other] = self._logprob(other, float(logprobs.top_logprobs[row, place]), place + 1, text)
         return entry
 

@@ -85,6 +85,12 @@ class Replay:
             self._check(request, keep_tokens)
             length = len(request.prompt_token_ids)
             keep = keep_tokens or self.keep_tokens
+            if mode == "full" and keep > self.most_replayed:
+                raise RequestError(
+                    "invalid_parameter",
+                    f"replay='full' with {keep} tokens: this engine was made to replay {self.most_replayed}; "
+                    "set replay and replay_keep_tokens of the engine",
+                )
             request.decoder_start = max(0, length - keep)
             request.num_prompt_rows_planned = request.num_prompt_rows_done
             request.output.approximate = request.decoder_start > 0 and (wants_rows or request.params.max_tokens > 0)

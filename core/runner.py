@@ -211,7 +211,7 @@ class StepRunner:
         params = self._sampler.gather(slots)
         links = np.fromiter((r.draw for r in requests), dtype=np.int32, count=len(requests))
         outputs = np.fromiter((r.num_planned_outputs for r in requests), dtype=np.int32, count=len(requests))
-        output_index, linked = send(outputs), None
+        output_index, linked = send(outputs.copy()), None  # rewound in place, and read again below
         if previous is not None and (links >= 0).any():
             linked = send(links)
             self._rewind(output_index, linked, previous.planned, previous.num_emitted)

@@ -63,6 +63,10 @@ class Scheduler:
         """Something runs or waits."""
         return bool(self.running or self.waiting)
 
+    def drop_copies(self) -> None:
+        """Forget copies that no step has made; whoever needed them has ended."""
+        self._copies.clear()
+
     def add(self, request: Request) -> None:
         """Queue a request behind all others."""
         self.waiting.append(request)

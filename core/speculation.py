@@ -74,9 +74,9 @@ class StepCost:
 class LengthPolicy:
     """How many drafts of each request the next step verifies.
 
-    A draft at place i is worth verifying when the tokens it is expected to add, per second that its row costs, are more
-    than the engine makes per second as it is. Expected acceptance comes from finished steps of the same request, and of
-    all requests while it has few.
+    All requests of a step verify the same number: the one that is expected to give most tokens per second, drafting
+    included. Acceptance by place and the cost of rows, context and drafting come from finished steps of all requests;
+    confidences of the drafts are handed on by the draft and not used yet.
 
     Args:
         num_drafts: most drafts of a block.

@@ -346,7 +346,8 @@ def _spelling(tokenizer: Tokenizer, token_id: int) -> str:
 
 
 def _finite(value: float) -> float:
-    return max(value, _MIN_LOGPROB)
+    """JSON knows neither infinity nor NaN; a logprob that is no number counts as the least there is."""
+    return max(value, _MIN_LOGPROB) if value == value else _MIN_LOGPROB
 
 
 _KINDS: dict[type, str] = {int: "an integer", str: "a string", bool: "true or false", dict: "an object"}

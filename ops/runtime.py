@@ -84,12 +84,17 @@ class Runtime(Protocol):
         """Zeroed host memory that copies read without blocking the host; ordinary memory where there is no other.
 
         `to_device` of it, or of a view, may read it after the call returns: whoever writes it again first waits on an
-        event recorded behind the copy. Any other host tensor may be written as soon as `to_device` returns.
+        event recorded behind the copy. Any other host tensor may be written as soon as `to_device` returns, unless memory
+        is unified.
         """
         ...
 
     def to_device(self, host: torch.Tensor) -> torch.Tensor:
-        """Copy a host tensor to the device on the current stream."""
+        """Copy a host tensor to the device on the current stream.
+
+        With `capabilities.unified_memory` the result may be the host tensor itself. Whoever lets an op write the result,
+        or writes the host tensor again while the result is in use, passes a copy.
+        """
         ...
 
     def to_host(self, tensor: torch.Tensor) -> torch.Tensor:

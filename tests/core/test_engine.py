@@ -395,3 +395,36 @@ def test_two_engines_share_a_model_and_a_process(make_engine, ask) -> None:
             )
         )
     )
+
+
+def test_a_failing_step_ends_what_is_live_with_a_typed_error_and_the_engine_goes_on() -> None:
+    failing = {"at": 3}
+
+    def logits(ids):
+        failing["at"] -= 1
+        if failing["at"] == 0:
+            raise RuntimeError("the device is gone")
+        return np.arange(8, dtype=np.float32)
+
+    for asynchronous in (False, True):
+        failing["at"] = 3
+        with LLM(PuppetModel(8, logits), async_scheduling=asynchronous) as llm:
+            engine = llm.engine
+            engine.add_request("a", [1, 2], SamplingParams(max_tokens=9))
+            engine.add_request("b", [3], SamplingParams(max_tokens=9, prompt_logprobs=1))
+            engine.add_request("c", [4], SamplingParams(max_tokens=9))
+            engine.abort("c")
+            with pytest.raises(RuntimeError, match="the device is gone"):
+                for _ in range(9):
+                    engine.step()
+            ended = {o.request_id: o for o in engine.step()}
+            assert {"a", "b"} <= ended.keys()
+            for request_id in ("a", "b"):
+                assert ended[request_id].error.code == "engine_error"
+                assert "RuntimeError: the device is gone" in ended[request_id].error.message
+            assert not engine.has_unfinished()
+            stats = engine.stats()
+            assert stats.num_free_blocks == stats.num_blocks
+            engine.blocks.pool.check()
+            again = llm.generate([[1, 2]], SamplingParams(max_tokens=2, temperature=0.0))
+            assert again[0].error is None and again[0].outputs[0].token_ids == [7, 7]

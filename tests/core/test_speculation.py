@@ -238,3 +238,32 @@ def test_not_drafting_is_tried_again_after_a_while() -> None:
     policy = policy_with([0.1] * 5, base=1e-5, per_row=1e-3)
     lengths = [policy.length(64, 0) for _ in range(200)]
     assert 0 < sum(n > 0 for n in lengths) < 10
+
+
+def noisy(ids):
+    """A draft that is near the target and chosen with the target's own noise."""
+    rng = np.random.default_rng([5, len(ids), ids[-1]])
+    known, rows = list(ids), []
+    for _ in range(4):
+        rows.append(target(known) + rng.normal(size=VOCAB) * 0.3)
+        known.append(int(np.argmax(rows[-1])))
+    return [int(np.argmax(row)) for row in rows], [0.5] * 4, np.array(rows)
+
+
+@pytest.mark.parametrize("rule", ["coupled", "rejection"])
+def test_acceptance_is_the_same_with_asynchronous_steps(rule) -> None:
+    """Drafts are drawn with the noise of the very places they are for, whatever was rejected before."""
+    rates = []
+    for asynchronous in (False, True):
+        with LLM(
+            PuppetModel(VOCAB, target),
+            draft=ScriptedDraft(noisy, 4),
+            speculation=rule,
+            draft_schedule="fixed",
+            async_scheduling=asynchronous,
+            max_model_len=256,
+        ) as llm:
+            llm.generate([[1], [2, 3], [4] * 5], SamplingParams(max_tokens=200, seed=9))
+            rates.append(llm.engine.speculation.acceptance()[0])
+    assert rates[0] > 0.5
+    assert rates[1] == pytest.approx(rates[0], abs=0.08)
