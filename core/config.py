@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, Literal, TypedDict
 
 from deepinfer.core.errors import ConfigError
+from deepinfer.ops.show import shown
 
 ENV_PREFIX = "DEEPINFER_"
 DEFAULT_WINDOW_PAGE = 32
@@ -126,7 +127,7 @@ class _Rule:
             fits = value > self.low if self.kind is float else value >= self.low
         if fits and self.high is not None:
             fits = value <= self.high
-        return None if fits else f"must be {self._wanted()}, got {value!r}"
+        return None if fits else f"must be {self._wanted()}, got {shown(value)}"
 
     def parse(self, text: str) -> Any:
         """The value that an environment variable spells; text that spells none is returned as it is."""
@@ -351,7 +352,7 @@ def _read_file(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
         values = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         kind = "JSON" if path.suffix == ".json" else "TOML"
         raise ConfigError(f"config file {path} cannot be read as {kind}: {error}") from error
     if not isinstance(values, dict):
@@ -361,7 +362,7 @@ def _read_file(path: Path) -> dict[str, Any]:
 
 
 def _refuse_unknown(values: Mapping[str, Any], what: str) -> None:
-    unknown = [f"{what} {name!r} is unknown{_close(name, list(_RULES))}" for name in values if name not in _RULES]
+    unknown = [f"{what} {shown(name)} is unknown{_close(name, list(_RULES))}" for name in values if name not in _RULES]
     if unknown:
         raise ConfigError("\n".join(unknown))
 

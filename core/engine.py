@@ -16,7 +16,7 @@ from deepinfer.core.collector import StepCollector
 from deepinfer.core.config import EngineConfig
 from deepinfer.core.errors import ConfigError, RequestError
 from deepinfer.core.executor import Executor, StepLimits
-from deepinfer.core.features import check_features
+from deepinfer.core.features import check_features, check_prompt_options
 from deepinfer.core.kv_blocks import KVBlockManager, prefix_salt
 from deepinfer.core.output_recorder import OutputRecorder
 from deepinfer.core.outputs import RequestOutput
@@ -162,9 +162,7 @@ class Engine:
         check_features(params, has_tokenizer=self._recorder.has_tokenizer)
         if return_logits and params.n > 1:
             raise RequestError("invalid_parameter", f"return_logits gives those of the prompt, once; n is {params.n}")
-        for name, value in (("chunk_size", chunk_size), ("decode_from", decode_from)):
-            if value is not None and value < 1:
-                raise RequestError("invalid_parameter", f"{name} is {value}; it must be at least 1")
+        check_prompt_options(chunk_size=chunk_size, decode_from=decode_from, keep_tokens=keep_tokens, replay=replay)
         seed = params.seed
         if seed is None:
             seed = derive_seed(self.config.seed, self._ordinal if seed_key is None else seed_key)

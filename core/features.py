@@ -8,9 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final
+from numbers import Integral
+from typing import Any, Final, get_args
 
-from deepinfer.core.sampling_params import SamplingParams, UnsupportedParameterError
+from deepinfer.core.replay import ReplayMode
+from deepinfer.core.sampling_params import InvalidParameterError, SamplingParams, UnsupportedParameterError
+from deepinfer.ops.show import shown
+
+REPLAY_MODES: Final[tuple[str, ...]] = get_args(ReplayMode)
 
 
 @dataclass(frozen=True)
@@ -136,6 +141,22 @@ def check_features(params: SamplingParams, *, has_tokenizer: bool) -> None:
     reason = refusal(params, has_tokenizer=has_tokenizer)
     if reason is not None:
         raise UnsupportedParameterError("unsupported_parameter", reason)
+
+
+def check_prompt_options(*, replay: str | None, **numbers: int | None) -> None:
+    """Refuse ways to run a prompt that are no such ways; None leaves one to the engine.
+
+    Raises:
+        InvalidParameterError: names the option, its value and what would be right.
+    """
+    for name, value in numbers.items():
+        if value is not None and (not isinstance(value, Integral) or isinstance(value, bool) or value < 1):
+            raise InvalidParameterError(
+                "invalid_parameter", f"{name} is {shown(value)}; it must be an integer, at least 1"
+            )
+    if replay is not None and (not isinstance(replay, str) or replay not in REPLAY_MODES):
+        names = ", ".join(map(repr, REPLAY_MODES))
+        raise InvalidParameterError("invalid_parameter", f"replay is {shown(replay)}; it must be one of {names}")
 
 
 def feature_tables() -> tuple[str, str]:

@@ -18,6 +18,7 @@ from typing import Any, Final
 
 from deepinfer.core.errors import RequestError
 from deepinfer.core.shaping import Float32Array, RowShaper
+from deepinfer.ops.show import shown
 
 GROUP: Final = "deepinfer.logits_processors"
 
@@ -40,7 +41,7 @@ def find_processor(name: str) -> ProcessorFactory:
         names = ", ".join(sorted(installed)) or "none"
         raise RequestError(
             "unknown_logits_processor",
-            f"logits_processors: {name!r} is not installed (entry points of {GROUP}: {names})",
+            f"logits_processors: {shown(name)} is not installed (entry points of {GROUP}: {names})",
         )
     try:
         factory: ProcessorFactory = found.load()

@@ -6,7 +6,6 @@ refused there by `core.features`, never ignored.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from numbers import Integral, Real
 from typing import Any, Final, Literal, get_args
 
 from deepinfer.core.errors import RequestError
+from deepinfer.ops.show import shown
 
 MAX_SEED: Final = 2**64 - 1
 GREEDY_BELOW: Final = 1e-5
@@ -21,6 +21,12 @@ GREEDY_BELOW: Final = 1e-5
 
 MAX_BIAS: Final = 1e30
 """Far above any logit, and far below where sums of float32 overflow."""
+MAX_TEMPERATURE: Final = 1e30
+"""Every draw is uniform long before; float32 ends at 3.4e38."""
+MIN_TOP_P: Final = 2.0**-126
+"""Below it float32 has no exact numbers, and soon none but 0."""
+MAX_REPETITION_PENALTY: Final = 1e3
+"""Of a factor and its inverse: a logit of `MAX_BIAS` under it and `GREEDY_BELOW` is still a float32."""
 MAX_CHOICES: Final = 16384
 
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
@@ -48,7 +54,8 @@ class SamplingParams:
 
     Attributes:
         n: answers to the prompt. They share its KV, and draw from random streams of their own.
-        temperature: divides the logits; 0, and anything below 1e-5, takes the best token, ties to the lowest id.
+        temperature: divides the logits, at most 1e30; 0, and anything below 1e-5, takes the best token, ties to the
+            lowest id.
         top_p: keep the shortest list of best tokens with this much probability, in (0, 1]; 1 is off.
         top_k: keep this many best tokens; -1 and 0 are off.
         min_p: keep tokens with at least this fraction of the best one's probability, in [0, 1]; 0 is off.
@@ -69,7 +76,7 @@ class SamplingParams:
             have -inf). Prompt logprobs are always raw.
         presence_penalty: subtracted from the logits of generated tokens, in [-2, 2].
         frequency_penalty: the same, times their count.
-        repetition_penalty: divides positive and multiplies negative logits of seen tokens; above 0.
+        repetition_penalty: divides positive and multiplies negative logits of seen tokens; in [0.001, 1000].
         logit_bias: id to a number that is added to its logit.
         allowed_token_ids: only these may be generated.
         bad_words: strings that may not be generated, as the tokens they have at the begin of a text and behind a space.
@@ -113,8 +120,8 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         self._integer("n", 1, MAX_CHOICES, what=f"an integer, at least 1 and at most {MAX_CHOICES}")
-        self._number("temperature", 0.0, math.inf, "0 (greedy) or a positive number")
-        self._number("top_p", 0.0, 1.0, "above 0 and at most 1", open_low=True)
+        self._number("temperature", 0.0, MAX_TEMPERATURE, "0 (greedy) or a positive number up to 1e30")
+        self._number("top_p", MIN_TOP_P, 1.0, "above 0 and at most 1 (float32 has nothing between 0 and 1.2e-38)")
         self._integer("top_k", -1, what="a positive integer, or -1 or 0 for off")
         self._number("min_p", 0.0, 1.0, "from 0 to 1")
         self._integer("seed", 0, MAX_SEED, what="from 0 to 2^64 - 1, or None", optional=True)
@@ -124,7 +131,8 @@ class SamplingParams:
             self._integer(name, 0, what="an integer, at least 0, or None", optional=True)
         for name in ("presence_penalty", "frequency_penalty"):
             self._number(name, -2.0, 2.0, "from -2 to 2")
-        self._number("repetition_penalty", 0.0, math.inf, "above 0", open_low=True)
+        high = MAX_REPETITION_PENALTY
+        self._number("repetition_penalty", 1 / high, high, "above 0: from 0.001 to 1000")
         if _is_sequence(self.allowed_token_ids) and not self.allowed_token_ids:
             raise self._invalid("allowed_token_ids", "None, or a list of at least one token id")
         for name in ("stop_token_ids", "logprob_token_ids", "allowed_token_ids", "golden_token_ids"):
@@ -177,7 +185,7 @@ class SamplingParams:
         object.__setattr__(self, name, value)
 
     def _invalid(self, name: str, wanted: str) -> InvalidParameterError:
-        return InvalidParameterError("invalid_parameter", f"{name} must be {wanted}, got {getattr(self, name)!r}")
+        return InvalidParameterError("invalid_parameter", f"{name} must be {wanted}, got {shown(getattr(self, name))}")
 
     def _integer(
         self, name: str, low: int, high: int | None = None, *, what: str | None = None, optional: bool = False
@@ -189,10 +197,9 @@ class SamplingParams:
             raise self._invalid(name, what or f"an integer, at least {low}")
         self._set(name, int(value))
 
-    def _number(self, name: str, low: float, high: float, what: str, *, open_low: bool = False) -> None:
+    def _number(self, name: str, low: float, high: float, what: str) -> None:
         value = getattr(self, name)
-        fits = _is_number(value) and math.isfinite(value) and low <= value <= high and not (open_low and value == low)
-        if not fits:
+        if not (_is_number(value) and low <= value <= high):  # NaN is in no range, and no integer is too large for one
             raise self._invalid(name, what)
         self._set(name, float(value))
 
@@ -224,7 +231,8 @@ class SamplingParams:
             token_id = int(key) if isinstance(key, str) and re.fullmatch(r"-?[0-9]{1,18}", key) else key
             if not _is_integer(token_id) or not _is_number(value) or not abs(value) <= MAX_BIAS:
                 raise InvalidParameterError(
-                    "invalid_parameter", f"logit_bias must map token ids to finite numbers, got {key!r}: {value!r}"
+                    "invalid_parameter",
+                    f"logit_bias must map token ids to finite numbers, got {shown(key)}: {shown(value)}",
                 )
             bias[int(token_id)] = float(value)
         self._set("logit_bias", bias)

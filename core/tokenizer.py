@@ -91,11 +91,14 @@ class Tokenizer:
             definition = json.loads(file.read_text(encoding="utf-8"))
         except FileNotFoundError as error:
             raise TokenizerError(f"{file}: no such file; a checkpoint folder needs its {TOKENIZER_FILE}") from error
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise TokenizerError(f"{file}: cannot be read as JSON: {error}") from error
         if not isinstance(definition, dict):
             raise TokenizerError(f"{file}: expected a JSON object, got {type(definition).__name__}")
-        return cls(definition, bos=bos, eos=eos, pad=pad, source=str(file))
+        try:
+            return cls(definition, bos=bos, eos=eos, pad=pad, source=str(file))
+        except RecursionError as error:
+            raise TokenizerError(f"{file}: is nested too deeply to be a tokenizer") from error
 
     def encode(self, text: str, *, parse_special: bool = False) -> list[int]:
         """Turn text into token ids; nothing is added in front or behind.

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
-from deepinfer.core.errors import RequestError
+from deepinfer.core.errors import RequestError, as_request_error
 from deepinfer.core.outputs import RequestOutput
 from deepinfer.core.sampling_params import SamplingParams
 from deepinfer.entrypoints.llm import LLM
@@ -31,6 +31,8 @@ from deepinfer.entrypoints.openai_batch import (
 )
 from deepinfer.entrypoints.prompts import PreparedPrompt
 from deepinfer.entrypoints.result_file import ResultFile
+from deepinfer.entrypoints.session import SessionClosedError
+from deepinfer.ops.show import shown
 
 _IN_FLIGHT_PER_SEQ = 2
 
@@ -43,7 +45,7 @@ class BatchSummary:
         num_items: items of the input that were looked at.
         num_answered: answered in this run.
         num_skipped: had a line in the output before.
-        num_failed_before: of these, lines that are errors.
+        num_failed_before: of these, items whose line is an error.
         errors: items that failed in this run, by code.
         num_prompt_tokens: of the items answered.
         num_generated_tokens: generated in this run.
@@ -112,7 +114,7 @@ class BatchRunner:
         self._on_progress = on_progress
         self._seen: set[str] = set()
         self._live: set[str] = set()
-        self.summary = BatchSummary(num_failed_before=results.num_errors)
+        self.summary = BatchSummary()
 
     def run(self) -> BatchSummary:
         """Answer what is not answered yet.
@@ -128,6 +130,7 @@ class BatchRunner:
         started = time.monotonic()
         before = self._llm.stats.num_generated_tokens
         try:
+            self._results.begin()
             with open(self._source, "rb") as file, self._stop_on_signals(), self._llm.session.live() as self._live:
                 lines = _numbered_lines(file, self._limit)
                 more = True
@@ -152,16 +155,16 @@ class BatchRunner:
         summary = self.summary
         summary.num_items += 1
         custom_id, item = parse_line(number, data)
-        answered = self._results.answered
         if custom_id is not None and custom_id in self._seen:
-            item = RequestError("duplicate_custom_id", f"custom_id {custom_id!r} was used by an earlier line")
-            is_answered = number in answered
+            item = RequestError("duplicate_custom_id", f"custom_id {shown(custom_id)} was used by an earlier line")
+            key: int | str = number
         else:
-            is_answered = (number if custom_id is None else custom_id) in answered
+            key = number if custom_id is None else custom_id
         if custom_id is not None:
             self._seen.add(custom_id)
-        if is_answered:
+        if key in self._results.answered:
             summary.num_skipped += 1
+            summary.num_failed_before += key in self._results.failed
         elif isinstance(item, RequestError):
             self._fail(number, custom_id, item)
         else:
@@ -174,8 +177,10 @@ class BatchRunner:
                 item, llm.prompts, max_len=llm.session.engine.max_len, default_max_tokens=self._max_tokens
             )
             self._submit(item, prompt, params)
-        except RequestError as error:
-            self._fail(item.line, item.custom_id, error)
+        except SessionClosedError:
+            raise
+        except Exception as error:
+            self._fail(item.line, item.custom_id, as_request_error("internal_error", error))
 
     def _submit(self, item: BatchItem, prompt: PreparedPrompt, params: SamplingParams) -> None:
         def sink(output: RequestOutput) -> None:
@@ -189,7 +194,12 @@ class BatchRunner:
         if output.error is not None:
             self._fail(item.line, item.custom_id, output.error)
             return
-        self._results.append(response_record(item, prompt, output, self._llm.prompts, self._llm.config.model))
+        try:
+            record = response_record(item, prompt, output, self._llm.prompts, self._llm.config.model)
+        except Exception as error:
+            self._fail(item.line, item.custom_id, as_request_error("internal_error", error))
+            return
+        self._results.append(record)
         self.summary.num_answered += 1
         self.summary.num_prompt_tokens += len(output.prompt_token_ids)
 

@@ -6,17 +6,19 @@ Results go to standard output, everything that accompanies them to standard erro
 from __future__ import annotations
 
 import signal
-import sys
 import warnings
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from deepinfer.core.errors import ConfigError, DeepInferError
+from deepinfer.entrypoints.terminal import console, say, settle_streams
 
 if TYPE_CHECKING:
     from deepinfer.entrypoints.batch import BatchSummary
@@ -37,11 +39,13 @@ def guarded(command: Callable[[], int]) -> int:
             warnings.showwarning = _show_warning
             return command()
     except KeyboardInterrupt:
-        print("stopped", file=sys.stderr)
+        say("stopped")
         return _STOPPED + signal.SIGINT
     except (DeepInferError, OpError, ModelConfigError, CheckpointError, TokenizerError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        say(f"error: {error}")
         return FAILED_TO_START
+    finally:
+        settle_streams()
 
 
 @dataclass
@@ -73,29 +77,28 @@ class BatchCommand:
     def run(self) -> int:
         """Do it; the exit status."""
         from deepinfer.core.config import EngineConfig
-        from deepinfer.entrypoints.batch import count_items, same_file
+        from deepinfer.entrypoints.batch import count_items
         from deepinfer.entrypoints.result_file import ResultFile
 
         config = EngineConfig.load(self.model, config=self.config, **self.settings)
         if not config.model:
             raise ConfigError("no model: give --model DIR, or set DEEPINFER_MODEL")
-        if not self.source.is_file():
-            raise ConfigError(f"{self.source}: no such file of requests")
-        if same_file(self.source, self.output):
-            raise ConfigError(f"{self.output}: input and output are the same file")
+        self._check_paths()
         total = count_items(self.source)
         total = total if self.limit is None else min(total, self.limit)
         results = ResultFile(self.output, overwrite=self.overwrite)
         try:
             if results.num_cut:
-                self._say(f"{self.output}: removed an incomplete last line of {results.num_cut} bytes")
+                self._say(
+                    f"{self.output}: removes an incomplete last line of {results.num_cut} bytes; its item runs again"
+                )
             if results.answered:
                 self._say(f"{self.output}: resuming, {len(results.answered):,} items have a line already")
             summary = self._answer(config, results, total)
         finally:
             results.close()
         if not self.quiet:
-            Console(highlight=False).print(_summary_table(summary))
+            console().print(_summary_table(summary))
         if summary.stopped_by is not None:
             self._say(f"stopped; {total - summary.num_done:,} items are left, start again to go on")
         return summary.exit_status
@@ -105,13 +108,13 @@ class BatchCommand:
         from deepinfer.entrypoints.llm import LLM
         from deepinfer.entrypoints.progress import ProgressView
 
-        console = Console(stderr=True, quiet=self.quiet)
-        with console.status(f"loading {config.model}") if console.is_terminal else _plain(console, config.model):
+        view_console = console(stderr=True, quiet=self.quiet)
+        with _loading(view_console, config.model):
             llm = LLM(config=config)
         if self.overwrite:
             results.clear()
         initial = min(len(results.answered), total)
-        with llm, ProgressView(total, initial=initial, console=console) as view:
+        with llm, ProgressView(total, initial=initial, console=view_console) as view:
 
             def show(summary: BatchSummary) -> None:
                 view.update(max(initial, summary.num_done), summary.num_generated_tokens)
@@ -121,9 +124,22 @@ class BatchCommand:
             )
             return runner.run()
 
+    def _check_paths(self) -> None:
+        from deepinfer.entrypoints.batch import same_file
+
+        if str(self.source) == "-":
+            raise ConfigError("INPUT is -: requests are not read from standard input; save them to a file and name it")
+        if str(self.output) == "-":
+            raise ConfigError("--output is -: results go to a file, so that a run can be resumed; name one")
+        if not self.source.is_file():
+            what = "is no regular file; requests are read twice" if self.source.exists() else "no such file of requests"
+            raise ConfigError(f"{self.source}: {what}")
+        if same_file(self.source, self.output):
+            raise ConfigError(f"{self.output}: input and output are the same file")
+
     def _say(self, text: str) -> None:
         if not self.quiet:
-            print(text, file=sys.stderr)
+            say(text)
 
 
 def write_tiny(folder: Path, seed: int, quant: bool, force: bool) -> int:
@@ -154,12 +170,12 @@ def _summary_table(summary: BatchSummary) -> Table:
     return table
 
 
-def _plain(console: Console, model: str) -> Any:
-    from contextlib import nullcontext
-
-    console.print(f"loading {model}", highlight=False, soft_wrap=True)
+def _loading(console: Console, model: str) -> AbstractContextManager[object]:
+    if console.is_terminal:
+        return console.status(f"loading {escape(model)}")
+    console.print(f"loading {model}", markup=False, soft_wrap=True)
     return nullcontext()
 
 
 def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
-    print(f"warning: {message}", file=sys.stderr)
+    say(f"warning: {message}")

@@ -86,7 +86,7 @@ def _conformance(
 
     from deepinfer.conformance.claims import read_waivers
     from deepinfer.conformance.report import case_line, print_report, write_report
-    from deepinfer.conformance.selfcheck import prove
+    from deepinfer.conformance.selfcheck import needs_real_cases, prove
     from deepinfer.conformance.suite import open_session, run_suite
     from deepinfer.ops.errors import OpArgumentError
     from deepinfer.ops.registry import find_backend
@@ -96,17 +96,18 @@ def _conformance(
     console = Console()
     excuses = read_waivers(waivers) if waivers is not None else []
     listener = None if quiet else lambda result: console.print(case_line(result), highlight=False)
-    session = open_session(
-        find_backend(name), level=level, ops=op, case=case, real=real, folder=folder, listener=listener
-    )
+    target = find_backend(name)
+    if write_proof and needs_real_cases(target) and not real:
+        raise OpArgumentError("--write-proof on an accelerator needs the cases with the model's shapes: add --real")
+    session = open_session(target, level=level, ops=op, case=case, real=real, folder=folder, listener=listener)
     report = run_suite(session, excuses)
     print_report(report, console)
-    if write_proof:
-        for path in prove(session.backend, report.results, "hardware", report.device):
-            console.print(f"proofs: {path}", highlight=False)
     if folder is not None:
         for path in write_report(report, folder):
             console.print(f"report: {path}", highlight=False)
+    if write_proof:
+        for path in prove(session.backend, report.results, "hardware", report.device):
+            console.print(f"proofs: {path}", highlight=False)
     return 0 if report.ok else 1
 
 

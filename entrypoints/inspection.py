@@ -14,10 +14,12 @@ from rich.console import Console
 from rich.table import Table
 
 from deepinfer.core.config import EngineConfig
+from deepinfer.core.tokenizer import Tokenizer, TokenizerError
 from deepinfer.models.checkpoint import Checkpoint
 from deepinfer.models.deepseek_v41_flash.config import ModelConfig
 from deepinfer.models.deepseek_v41_flash.memory_plan import MemoryPlan
 from deepinfer.models.deepseek_v41_flash.tensors import PARTS, expected_tensors, loaded_parts, part_of
+from deepinfer.models.deepseek_v41_flash.vocabulary import vocabulary_problems
 from deepinfer.models.errors import CheckpointError
 
 _MAX_SHOWN = 20
@@ -33,7 +35,7 @@ def inspect_checkpoint(folder: Path, settings: dict[str, Any], memory_bytes: int
         as_json: print JSON instead of tables.
 
     Returns:
-        The exit status: 0 when every tensor is there and right, 1 otherwise.
+        The exit status: 0 when every tensor and the tokenizer are there and right, 1 otherwise.
 
     Raises:
         ConfigError: `config.json` is absent or broken, every field named.
@@ -50,6 +52,7 @@ def inspect_checkpoint(folder: Path, settings: dict[str, Any], memory_bytes: int
         checkpoint.validate(expected_tensors(config), loaded_parts(config, draft=False, vision=False), _is_optional)
     except CheckpointError as error:
         problems = list(error.problems) or [str(error)]
+    problems += _tokenizer_problems(folder, config)
     facts["problems"] = problems
     facts["memory"] = _memory_facts(config, engine, stored, memory_bytes)
     if as_json:
@@ -57,6 +60,13 @@ def inspect_checkpoint(folder: Path, settings: dict[str, Any], memory_bytes: int
     else:
         _print(facts)
     return 1 if problems else 0
+
+
+def _tokenizer_problems(folder: Path, config: ModelConfig) -> list[str]:
+    try:
+        return vocabulary_problems(config, Tokenizer.from_dir(folder))
+    except TokenizerError as error:
+        return [str(error)]
 
 
 def _is_optional(name: str) -> bool:

@@ -7,7 +7,7 @@ inside the calling thread; several threads may share an `LLM`, and calls may be 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -122,6 +122,7 @@ class LLM:
             One result per prompt, in order. A prompt that cannot be served carries its `error`.
 
         Raises:
+            TypeError: `prompts` is none of these.
             ValueError: as many parameters as prompts are needed; nothing was queued.
         """
         several = _as_list(prompts)
@@ -164,7 +165,7 @@ class LLM:
         Raises:
             ValueError: as many parameters as conversations are needed; nothing was queued.
         """
-        several = [messages] if not messages or isinstance(messages[0], Mapping) else list(messages)
+        several = _as_conversations(messages)
         params = _spread(sampling_params, len(several))
         if isinstance(thinking, bool):
             thinking = {"type": "enabled" if thinking else "disabled"}
@@ -210,7 +211,7 @@ class LLM:
 
     def logits(
         self,
-        token_ids: Sequence[int],
+        token_ids: PromptLike,
         chunk_size: int | None = None,
         decode_from: int | None = None,
         *,
@@ -220,7 +221,7 @@ class LLM:
         """Logits at every position of a prompt, through the engine's own prefill and caches.
 
         Args:
-            token_ids: the prompt.
+            token_ids: the prompt, in any shape that `generate` takes; text is tokenised as there.
             chunk_size: most rows of one step; by default the engine's budget.
             decode_from: position from which tokens run one at a time.
             replay: "decoder" runs only the last `keep_tokens` rows in the decoder layers, as the setting `replay` does.
@@ -257,7 +258,7 @@ class LLM:
             raise done[0].error
         kept = done[0].prompt_logits
         assert kept is not None, "the engine keeps logits when asked to"
-        return nn.functional.pad(kept, (0, 0, len(token_ids) - len(kept), 0), value=float("nan"))
+        return nn.functional.pad(kept, (0, 0, len(prompt.token_ids) - len(kept), 0), value=float("nan"))
 
     @property
     def engine(self) -> Engine:
@@ -349,7 +350,22 @@ class LLM:
 def _as_list(prompts: Prompts) -> list[Any]:
     if isinstance(prompts, str | Mapping) or is_token_ids(prompts):
         return [prompts]
-    return list(prompts)
+    several = prompts.tolist() if hasattr(prompts, "tolist") else prompts
+    if not isinstance(several, Iterable) or isinstance(several, bytes | bytearray):
+        raise TypeError(
+            "prompts must be a text, a list of token ids, a dict ('prompt' or 'prompt_token_ids'), or a list of these, "
+            f"got {type(prompts).__name__}"
+        )
+    return list(several)
+
+
+def _as_conversations(messages: Conversation | Sequence[Conversation]) -> list[Any]:
+    if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
+        raise TypeError(
+            "messages must be a list of messages (dicts with role and content), or a list of such lists, "
+            f"got {type(messages).__name__}"
+        )
+    return [messages] if not messages or isinstance(messages[0], Mapping) else list(messages)
 
 
 def _spread(params: Params, count: int) -> list[SamplingParams]:

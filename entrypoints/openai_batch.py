@@ -21,6 +21,7 @@ from deepinfer.core.outputs import CompletionOutput, Logprob, RequestOutput
 from deepinfer.core.sampling_params import SamplingParams
 from deepinfer.core.tokenizer import Tokenizer
 from deepinfer.entrypoints.prompts import ChatMessage, PreparedPrompt, PromptReader
+from deepinfer.ops.show import shown
 
 CHAT_URL = "/v1/chat/completions"
 COMPLETIONS_URL = "/v1/completions"
@@ -117,13 +118,13 @@ def parse_line(line: int, data: bytes) -> tuple[str | None, BatchItem | RequestE
         return None, RequestError("invalid_json", f"the line must be a JSON object, got {_kind(value)}")
     custom_id = value.get("custom_id")
     if not isinstance(custom_id, str) or not custom_id:
-        got = "none" if custom_id is None else repr(custom_id)
+        got = "none" if custom_id is None else shown(custom_id)
         return None, RequestError("missing_custom_id", f"custom_id must be a non-empty string, got {got}")
     method, url, body = value.get("method", "POST"), value.get("url"), value.get("body")
     if method != "POST":
-        return custom_id, RequestError("invalid_method", f"method must be 'POST', got {method!r}")
+        return custom_id, RequestError("invalid_method", f"method must be 'POST', got {shown(method)}")
     if url not in (CHAT_URL, COMPLETIONS_URL):
-        return custom_id, RequestError("unknown_url", f"url must be {CHAT_URL} or {COMPLETIONS_URL}, got {url!r}")
+        return custom_id, RequestError("unknown_url", f"url must be {CHAT_URL} or {COMPLETIONS_URL}, got {shown(url)}")
     if not isinstance(body, dict):
         return custom_id, RequestError("invalid_body", f"body must be a JSON object, got {_kind(body)}")
     return custom_id, BatchItem(line, custom_id, url, body)
@@ -224,10 +225,21 @@ def record_key(record: object) -> str | int | None:
     if not isinstance(record, dict):
         return None
     error, custom_id = record.get("error"), record.get("custom_id")
-    if isinstance(error, dict) and error.get("code") in KEYED_BY_LINE:
+    code = error.get("code") if isinstance(error, dict) else None
+    if isinstance(error, dict) and isinstance(code, str) and code in KEYED_BY_LINE:
         line = error.get("line")
         return line if isinstance(line, int) else None
     return custom_id if isinstance(custom_id, str) else None
+
+
+def begins_like_a_record(data: bytes) -> bool:
+    """Whether `data` is the beginning of an output line, as a writer that was killed leaves it."""
+    if len(data) <= len(_HEAD):
+        return _HEAD.startswith(data)
+    if not data.startswith(_HEAD):
+        return False
+    rest = data[len(_HEAD) :].lstrip(b"0123456789")
+    return _BEHIND_LINE.startswith(rest[: len(_BEHIND_LINE)])
 
 
 def dump_line(record: Mapping[str, Any]) -> bytes:
@@ -236,6 +248,7 @@ def dump_line(record: Mapping[str, Any]) -> bytes:
     return _UNSAFE.sub(lambda match: f"\\u{ord(match[0]):04x}", text).encode() + b"\n"
 
 
+_HEAD, _BEHIND_LINE = b'{"id": "batch_req_', b'", "custom_id": '  # as `json.dumps` spaces them
 _UNSAFE = re.compile("[\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 
 
@@ -246,7 +259,7 @@ def _check_names(body: Mapping[str, Any], known: Mapping[str, object]) -> None:
         if name not in _NEUTRAL:
             matches = difflib.get_close_matches(name, [*known, *_NEUTRAL], n=1)
             hint = f"; did you mean {matches[0]!r}?" if matches else ""
-            raise RequestError("unknown_parameter", f"body has an unknown parameter {name!r}{hint}")
+            raise RequestError("unknown_parameter", f"body has an unknown parameter {shown(name)}{hint}")
         if not any(
             value == neutral and isinstance(value, bool) == isinstance(neutral, bool) for neutral in _NEUTRAL[name]
         ):
@@ -256,7 +269,7 @@ def _check_names(body: Mapping[str, Any], known: Mapping[str, object]) -> None:
 def _check_type(name: str, value: object, wanted: type) -> None:
     fits = wanted is object or (isinstance(value, wanted) and (not isinstance(value, bool) or wanted is bool))
     if not fits:
-        raise RequestError("invalid_parameter", f"{name} must be {_KINDS[wanted]}, got {value!r}")
+        raise RequestError("invalid_parameter", f"{name} must be {_KINDS[wanted]}, got {shown(value)}")
 
 
 def _read_completion_prompt(body: Mapping[str, Any], reader: PromptReader) -> PreparedPrompt:
@@ -279,7 +292,7 @@ def _logprobs(item: BatchItem, body: Mapping[str, Any]) -> int | None:
     else:
         name, count = "top_logprobs", body.get("top_logprobs", 0)
     if count is not None and not 0 <= count <= _MAX_LOGPROBS:
-        raise RequestError("invalid_parameter", f"{name} must be from 0 to {_MAX_LOGPROBS}, got {count}")
+        raise RequestError("invalid_parameter", f"{name} must be from 0 to {_MAX_LOGPROBS}, got {shown(count)}")
     return count
 
 

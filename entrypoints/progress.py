@@ -11,6 +11,8 @@ from types import TracebackType
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from deepinfer.entrypoints.terminal import console as forgiving_console
+
 _REDRAW_SECONDS = 0.1
 _LINE_SECONDS = 10.0
 
@@ -33,7 +35,7 @@ class ProgressView:
         console: Console | None = None,
         line_seconds: float = _LINE_SECONDS,
     ) -> None:
-        self._console = console or Console(stderr=True)
+        self._console = console or forgiving_console(stderr=True)
         self._total = total
         self._initial = initial
         self._line_seconds = line_seconds

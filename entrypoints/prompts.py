@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from numbers import Integral
 from typing import Any, Protocol
 
 from deepinfer.core.answer_text import text_with
 from deepinfer.core.errors import RequestError
 from deepinfer.core.outputs import CompletionOutput, RequestOutput
 from deepinfer.core.tokenizer import Tokenizer
+from deepinfer.ops.show import shown
 
 PromptLike = str | Sequence[int] | Mapping[str, Any]
 """Text, token ids, `{"prompt": text}` or `{"prompt_token_ids": ids}`."""
@@ -196,9 +198,7 @@ class PromptReader:
             keys = [key for key in _DICT_KEYS if prompt.get(key) is not None]
             unknown = [str(key) for key in prompt if key not in _DICT_KEYS]
             if len(keys) != 1 or unknown:
-                raise _invalid(
-                    f"a dict needs exactly one of {', '.join(_DICT_KEYS)}, got {', '.join(map(str, prompt))}"
-                )
+                raise _invalid(f"a dict needs exactly one of {', '.join(_DICT_KEYS)}, got {shown(list(prompt))}")
             prompt = prompt[keys[0]]
             if isinstance(prompt, str) != (keys[0] == "prompt"):
                 raise _invalid(f"{keys[0]} must be {'text' if keys[0] == 'prompt' else 'a list of token ids'}")
@@ -298,12 +298,12 @@ def _read_ids(prompt: object) -> list[int]:
         raise RequestError("empty_prompt", "the prompt is empty; send at least one token id")
     for place, token_id in enumerate(ids):
         if not _is_int(token_id):
-            raise _invalid(f"token id {place} must be an integer, got {token_id!r}")
-    return list(ids)
+            raise _invalid(f"token id {place} must be an integer, got {shown(token_id)}")
+    return [int(token_id) for token_id in ids]
 
 
 def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def _invalid(message: str) -> RequestError:

@@ -1,7 +1,7 @@
 """The output of a batch: an append-only file of lines that survives `kill -9`.
 
 A line is written by one `write` to a descriptor in append mode, so it is there as a whole or, where the kernel was
-interrupted, cut off at the end of the file; what is cut off is removed when the file is opened next. One process at a
+interrupted, cut off at the end of the file; what is cut off is removed when the next run begins. One process at a
 time holds the file. The page cache outlives the process, so a sync is only due against power loss: every few seconds.
 """
 
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from deepinfer.core.errors import DeepInferError
-from deepinfer.entrypoints.openai_batch import dump_line, record_key
+from deepinfer.entrypoints.openai_batch import begins_like_a_record, dump_line, record_key
 
 _SYNC_SECONDS = 5.0
 
@@ -36,8 +36,8 @@ class ResultFile:
 
     Attributes:
         answered: ids, and line numbers of items without one, that have a line from an earlier run.
-        num_errors: lines among these that are errors.
-        num_cut: bytes of an incomplete last line that were removed.
+        failed: those among these whose line is an error.
+        num_cut: bytes of an incomplete last line, which `begin` removes.
 
     Raises:
         ResultFileError: another process holds the file, or a line in it is not a result; nothing was changed.
@@ -46,17 +46,12 @@ class ResultFile:
     def __init__(self, path: str | Path, *, overwrite: bool = False) -> None:
         self.path = Path(path)
         self.answered: set[str | int] = set()
-        self.num_errors = 0
+        self.failed: set[str | int] = set()
         self.num_cut = 0
+        self._has_begun = False
         self._synced = time.monotonic()
+        self._fd, self._is_new = self._open()
         try:
-            self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
-        except OSError as error:
-            raise ResultFileError(f"{self.path}: cannot be opened for writing: {error.strerror}") from error
-        try:
-            if not stat.S_ISREG(os.fstat(self._fd).st_mode):
-                raise ResultFileError(f"{self.path}: is no regular file; results need one, to be resumed")
-            self._lock()
             if not overwrite:
                 self._read()
             _sync_folder(self.path)
@@ -64,11 +59,22 @@ class ResultFile:
             os.close(self._fd)
             raise
 
+    def begin(self) -> None:
+        """Remove an incomplete last line, and keep the file even if nothing is written.
+
+        Called once a run is sure to begin: until then nothing is changed.
+        """
+        if not self._has_begun:
+            self._has_begun = True
+            if self.num_cut:
+                os.ftruncate(self._fd, os.fstat(self._fd).st_size - self.num_cut)
+
     def clear(self) -> None:
         """Remove all results."""
         os.ftruncate(self._fd, 0)
+        self._has_begun = True
         self.answered.clear()
-        self.num_errors = 0
+        self.failed.clear()
 
     def append(self, record: Mapping[str, Any]) -> None:
         """Write one result.
@@ -76,6 +82,7 @@ class ResultFile:
         Raises:
             ResultFileError: the file takes no more (a full disk); it ends as it did before.
         """
+        self.begin()
         line = dump_line(record)
         size = os.fstat(self._fd).st_size
         try:
@@ -96,31 +103,57 @@ class ResultFile:
         self._synced = time.monotonic()
 
     def close(self) -> None:
-        """Sync and let go of the file."""
+        """Sync and let go of the file; one that was created for a run that never began is removed."""
         if self._fd >= 0:
             fd, self._fd = self._fd, -1
+            if self._is_new and not self._has_begun:
+                with contextlib.suppress(OSError):
+                    os.unlink(self.path)
             with contextlib.suppress(OSError):
                 os.fsync(fd)
             os.close(fd)
 
-    def _lock(self) -> None:
+    def _open(self) -> tuple[int, bool]:
+        """The file, locked, and whether it was created."""
+        flags = os.O_RDWR | os.O_APPEND | os.O_CLOEXEC
+        while True:
+            is_new = not os.path.lexists(self.path)
+            try:
+                fd = os.open(self.path, flags | os.O_CREAT | (os.O_EXCL if is_new else 0), 0o644)
+            except FileExistsError:
+                continue  # another run created it just now
+            except OSError as error:
+                raise ResultFileError(f"{self.path}: cannot be opened for writing: {error.strerror}") from error
+            try:
+                if not stat.S_ISREG(os.fstat(fd).st_mode):
+                    raise ResultFileError(f"{self.path}: is no regular file; results need one, to be resumed")
+                self._lock(fd)
+                if os.path.exists(self.path) and os.path.samestat(os.fstat(fd), os.stat(self.path)):
+                    return fd, is_new
+            except BaseException:
+                os.close(fd)
+                raise
+            os.close(fd)  # its run never began, and removed it before the lock was had
+
+    def _lock(self, fd: int) -> None:
         try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             raise ResultFileError(f"{self.path}: another run is writing this file; wait for it, or stop it") from error
 
     def _read(self) -> None:
-        """Note what is answered, and remove an incomplete last line; a file that is not ours is left as it is."""
-        end = 0
+        """Note what is answered, and an incomplete last line; a file that is not ours is refused."""
         with open(self.path, "rb") as file:
             for number, line in enumerate(file, 1):
-                if not line.endswith(b"\n"):
+                if line.endswith(b"\n"):
+                    self._note(number, line)
+                elif begins_like_a_record(line):
                     self.num_cut = len(line)
-                    break
-                self._note(number, line)
-                end += len(line)
-        if self.num_cut:
-            os.ftruncate(self._fd, end)
+                else:
+                    raise self._not_ours(number)
+
+    def _not_ours(self, number: int) -> ResultFileError:
+        return ResultFileError(f"{self.path}: line {number} is not a result of a batch; choose another output file")
 
     def _note(self, number: int, line: bytes) -> None:
         try:
@@ -129,9 +162,10 @@ class ResultFile:
             record = None
         key = record_key(record)
         if key is None:
-            raise ResultFileError(f"{self.path}: line {number} is not a result of a batch; choose another output file")
+            raise self._not_ours(number)
         self.answered.add(key)
-        self.num_errors += record.get("response") is None
+        if record.get("response") is None:
+            self.failed.add(key)
 
 
 def _sync_folder(path: Path) -> None:

@@ -22,6 +22,13 @@ if TYPE_CHECKING:
 Sink = Callable[[RequestOutput], None]
 
 
+class SessionClosedError(RuntimeError):
+    """The LLM was closed. Remedy: make a new one."""
+
+    def __init__(self) -> None:
+        super().__init__("this LLM is closed, and what was running has ended; make a new one")
+
+
 class Session:
     """Hands out request ids and seeds, and delivers results.
 
@@ -59,11 +66,11 @@ class Session:
 
         Raises:
             RequestError: it cannot be served; nothing was queued.
-            RuntimeError: the session is closed.
+            SessionClosedError: the session is closed.
         """
         with self._lock:
             if self._is_closed:
-                raise RuntimeError("this LLM is closed; make a new one")
+                raise SessionClosedError()
             ordinal = self._ordinal
             self._ordinal += 1
             request_id = str(ordinal)
@@ -79,8 +86,14 @@ class Session:
             return request_id
 
     def step(self) -> None:
-        """Run one step of the engine and hand its results to their sinks."""
+        """Run one step of the engine and hand its results to their sinks.
+
+        Raises:
+            SessionClosedError: the session is closed.
+        """
         with self._lock:
+            if self._is_closed:
+                raise SessionClosedError()
             for output in self.engine.step():
                 sink = self._sinks.get(output.request_id)
                 if output.finished:
@@ -112,11 +125,12 @@ class Session:
         """Step until done.
 
         Raises:
+            SessionClosedError: the session was closed before.
             RuntimeError: the engine has nothing left to do, so it never will be.
         """
         while not is_done():
             with self._lock:
-                if not self.engine.has_unfinished() and not is_done():
+                if not self._is_closed and not self.engine.has_unfinished() and not is_done():
                     raise RuntimeError("the engine has no work left, and requests have no result")
                 self.step()
 

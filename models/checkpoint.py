@@ -18,12 +18,14 @@ import torch
 from torch import Tensor
 
 from deepinfer.models.errors import CheckpointError
+from deepinfer.ops.show import shown
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 
 _MAX_HEADER_BYTES = 100_000_000  # the format's own bound
 _MAX_LISTED = 100
+_LONGEST_NAME = 255
 _PREFIX = "model."
 _FETCH_AGAIN = "Nothing was loaded. Fetch the named files again, for example with `hf download`."
 _MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
@@ -256,7 +258,11 @@ def _read_index(root: Path) -> dict[str, str] | None:
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         why = "it has no weight_map" if isinstance(error, KeyError) else str(error)
         raise CheckpointError(str(file), f"not an index of shards: {why}", [], _FETCH_AGAIN) from error
-    outside = [f"{n}: {f!r}" for n, f in weight_map.items() if not isinstance(f, str) or Path(f).name != f or not f]
+    outside = [
+        f"{_shortened(n)}: {shown(f)}"
+        for n, f in weight_map.items()
+        if not isinstance(f, str) or Path(f).name != f or not f
+    ]
     if outside:
         raise CheckpointError(
             str(file), "shards must be files of this folder", outside[:_MAX_LISTED], "Fetch the index file again."
@@ -267,8 +273,8 @@ def _read_index(root: Path) -> dict[str, str] | None:
 def _read_header(root: Path, file: str, named: int) -> dict[str, StoredTensor]:
     """Tensors of one shard, by the names that stand in it."""
     path = root / file
-    if not path.is_file():
-        raise _BadFile(f"{file}: no such file; {INDEX_FILE} places {_plural(named, 'tensor')} in it")
+    if not _is_file(path):
+        raise _BadFile(f"{_shortened(file)}: no such file; {INDEX_FILE} places {_plural(named, 'tensor')} in it")
     try:
         size = path.stat().st_size
         with open(path, "rb") as handle:
@@ -291,6 +297,17 @@ def _read_header(root: Path, file: str, named: int) -> dict[str, StoredTensor]:
     tensors = {name: _stored(file, name, entry, 8 + length) for name, entry in header.items()}
     _check_extents(file, tensors, 8 + length, size)
     return tensors
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except (OSError, ValueError):  # a name that no file can have, such as a very long one
+        return False
+
+
+def _shortened(name: str) -> str:
+    return name if len(name) <= _LONGEST_NAME else f"{name[:40]}...{name[-40:]} ({len(name)} characters)"
 
 
 def _stored(file: str, name: str, entry: Any, data_start: int) -> StoredTensor:

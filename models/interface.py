@@ -189,6 +189,21 @@ class Vocabulary(Protocol):
         """Ids run from 0 to `vocab_size` - 1."""
         ...
 
+    @property
+    def bos_token_id(self) -> int:
+        """The token that begins a sequence."""
+        ...
+
+    @property
+    def eos_token_id(self) -> int:
+        """The token that ends one."""
+        ...
+
+    @property
+    def pad_token_id(self) -> int:
+        """The token that pads."""
+        ...
+
     def raw_spelling(self, token_id: int) -> str:
         """The token as the vocabulary spells it."""
         ...

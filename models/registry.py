@@ -5,7 +5,6 @@ The architecture named in `config.json` picks the package; a second model adds a
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,9 +12,11 @@ from typing import Literal
 
 import torch
 
+from deepinfer.models.config_file import CONFIG_FILE, read_config
 from deepinfer.models.errors import ConfigError
 from deepinfer.models.interface import Model, Vocabulary
 from deepinfer.ops.registry import OpTable
+from deepinfer.ops.show import shown
 
 
 @dataclass(frozen=True)
@@ -69,16 +70,12 @@ def load_model(path: str | Path, ops: OpTable, options: LoadOptions, vocabulary:
         CheckpointError: weights are absent, damaged or not those of the configuration.
     """
     folder = Path(path)
-    file = folder / "config.json"
-    try:
-        names = json.loads(file.read_text(encoding="utf-8")).get("architectures") or []
-    except FileNotFoundError as error:
-        raise ConfigError(str(file), ["no such file; a checkpoint folder needs its config.json"]) from error
-    except (OSError, ValueError, AttributeError) as error:
-        raise ConfigError(str(file), [f"cannot be read as a JSON object: {error}"]) from error
-    for name in names:
-        if name in _LOADERS:
+    names = read_config(folder).get("architectures")
+    for name in names if isinstance(names, list) else ():
+        if isinstance(name, str) and name in _LOADERS:
             return _LOADERS[name](folder, ops, options, vocabulary)
+    known = ", ".join(sorted(_LOADERS))
     raise ConfigError(
-        str(file), [f"architectures: {names} is not among those that run here: {', '.join(sorted(_LOADERS))}"]
+        str(folder / CONFIG_FILE),
+        [f"architectures: is {shown(names)}; it must be a list with one of those that run here: {known}"],
     )

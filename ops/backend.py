@@ -138,6 +138,7 @@ class Backend:
         api_version: the op contract this backend was written for.
         sources: files that all its kernels are made of, as globs beside the file of any of its op modules; an edit of
             one of them takes back what was proven.
+        software: its device exists only in software; there are no kernels of its own to prove with the model's shapes.
     """
 
     name: str
@@ -148,6 +149,7 @@ class Backend:
     priority: int = 0
     api_version: int = API_VERSION
     sources: tuple[str, ...] = ()
+    software: bool = False
     implementations: list[Implementation] = field(default_factory=list, repr=False)
     _loaded: bool = field(default=False, repr=False)
 

@@ -79,7 +79,7 @@ class CacheFormat:
 
     @property
     def layout(self) -> str:
-        """ "interleaved": codes then scales of one record; "sectioned": all codes of a page, then all scales."""
+        """Either "interleaved", codes then scales of one record, or "sectioned", codes of a page then its scales."""
         return "sectioned" if self.kind == "index" else "interleaved"
 
     @property

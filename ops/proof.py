@@ -29,7 +29,13 @@ ProofLevel = Literal["hardware", "emulated", "compiled"]
 
 PROOF_FILE = "proof.json"
 BUDGET_SECONDS = 60.0
+VERDICT_FORM = "complete"
+"""Part of the key of a kept verdict: entries without it may rest on a part of the cases, and are not read."""
 LEVELS: tuple[ProofLevel, ...] = ("compiled", "emulated", "hardware")
+
+
+Cause = Literal["cases", "time", "error"]
+"""What a verdict rests on: results of cases; time ran out before the last one; something was raised."""
 
 
 @dataclass(frozen=True)
@@ -37,12 +43,15 @@ class Verdict:
     """What running a kernel's cases gave.
 
     Attributes:
-        passed: all of them.
+        passed: all of them ran and held.
         detail: the first failing case, or why there was nothing to run.
+        cause: "cases" is an answer that another run would give again, so it is kept. The others are of this run only: a
+            device that is full or busy says nothing about a kernel.
     """
 
     passed: bool
     detail: str = ""
+    cause: Cause = "cases"
 
 
 Check = Callable[[Implementation, float], Verdict]
@@ -175,9 +184,9 @@ class Gate:
         return self._answers[key]
 
     def key(self, implementation: Implementation) -> str:
-        """Contract, kernel with its source, device and driver."""
+        """Form of the entry, contract, kernel with its source, device and driver."""
         name = f"{implementation.op.name}={implementation.name}"
-        return f"{API_VERSION}|{name}|{kernel_hash(implementation)}|{device_facts(self.runtime)}"
+        return f"{VERDICT_FORM}|{API_VERSION}|{name}|{kernel_hash(implementation)}|{device_facts(self.runtime)}"
 
     def known(self, implementation: Implementation) -> Verdict | None:
         """The verdict of an earlier verification on this device; None when there was none."""
@@ -191,28 +200,35 @@ class Gate:
         if known is not None:
             verdict = known
         elif self._spent >= self.budget_seconds:
-            self.tell(
-                f"{implementation.name} was not verified on this device within {self.budget_seconds:.0f} s and is not "
-                "used; `deepinfer verify` takes its time and remembers"
-            )
-            return False
+            verdict = Verdict(False, cause="time")
         else:
             verdict = self.verify(implementation)
         if not verdict.passed:
-            self.tell(
-                f"{implementation.name} fails its own cases on this device and is replaced by the next implementation "
-                f"of {implementation.op.name}: {verdict.detail}"
-            )
+            self.tell(f"{implementation.name} {self._excuse(verdict)}; next is another one of {implementation.op.name}")
         return verdict.passed
 
+    def _excuse(self, verdict: Verdict) -> str:
+        """Why a kernel is not used, in words that go on after its name."""
+        if verdict.cause == "time":
+            detail = f" ({verdict.detail})" if verdict.detail else ""
+            return (
+                f"is not used: not verified within {self.budget_seconds:.0f} s on this device{detail}, "
+                "`deepinfer verify` takes its time and remembers"
+            )
+        if verdict.cause == "error":
+            return f"is not used: it could not be verified on this device now ({verdict.detail})"
+        return f"is not used: it fails its own cases on this device ({verdict.detail})"
+
     def verify(self, implementation: Implementation) -> Verdict:
-        """Run the cases now and remember the verdict."""
+        """Run the cases now; the verdict is remembered where it rests on them alone."""
         began = self.clock()
         try:
             verdict = self.check(implementation, max(self.budget_seconds - self._spent, 0.0))
         except Exception as error:  # a kernel may raise anything; it is not used then
-            verdict = Verdict(False, f"{type(error).__name__}: {error}")
+            verdict = Verdict(False, f"{type(error).__name__}: {error}", "error")
         self._spent += self.clock() - began
+        if verdict.cause != "cases":
+            return verdict
         stored = self._read()
         stored[self.key(implementation)] = {"passed": verdict.passed, "detail": verdict.detail}
         try:

@@ -1,4 +1,6 @@
-"""What the engine asks of a device beyond ops: memory, streams, events, graphs, collectives.
+"""What the engine asks of a device beyond ops: memory, copies, events, graphs.
+
+Streams are implicit (each thread of work has one) and collectives are not in contract version 1.
 
 The engine is written against this protocol. A backend without a feature says so in `capabilities` and the engine takes
 the slower road; it never guesses from a name.
@@ -84,16 +86,16 @@ class Runtime(Protocol):
         """Zeroed host memory that copies read without blocking the host; ordinary memory where there is no other.
 
         `to_device` of it, or of a view, may read it after the call returns: whoever writes it again first waits on an
-        event recorded behind the copy. Any other host tensor may be written as soon as `to_device` returns, unless memory
-        is unified.
+        event recorded behind the copy. Any other host tensor may be written as soon as `to_device` returns, unless
+        memory is unified.
         """
         ...
 
     def to_device(self, host: torch.Tensor) -> torch.Tensor:
         """Copy a host tensor to the device on the current stream.
 
-        With `capabilities.unified_memory` the result may be the host tensor itself. Whoever lets an op write the result,
-        or writes the host tensor again while the result is in use, passes a copy.
+        With `capabilities.unified_memory` the result may be the host tensor itself. Whoever lets an op write the
+        result, or writes the host tensor again while the result is in use, passes a copy.
         """
         ...
 

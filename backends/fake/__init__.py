@@ -32,4 +32,5 @@ BACKEND = Backend(
     op_modules=("deepinfer.backends.fake.ops",),
     runtime=_runtime,
     priority=-1,
+    software=True,
 )

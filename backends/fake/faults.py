@@ -45,6 +45,11 @@ class FaultPlan:
     struck: list[Fault] = field(default_factory=list)
     _counts: dict[Fault, int] = field(default_factory=dict)
 
+    def add(self, fault: Fault) -> None:
+        """One fault more, counted from now."""
+        self._counts.pop(fault, None)
+        self.faults = (*(other for other in self.faults if other != fault), fault)
+
     def at_submit(self, name: str) -> None:
         """Called for each op before it is queued.
 

@@ -21,10 +21,10 @@ from deepinfer.backends.fake.runtime import FakeRuntime
 from deepinfer.backends.fake.shapes import RESULTS
 from deepinfer.backends.fake.streams import Work
 from deepinfer.backends.fake.tensor import FakeTensor
-from deepinfer.ops.backend import Backend, BindContext, Dims, FunctionPlan, Plan
+from deepinfer.ops.backend import Backend, BindContext, Dims, FunctionPlan
 from deepinfer.ops.catalog import defined_ops
 from deepinfer.ops.errors import OpArgumentError
-from deepinfer.ops.registry import OpTable, discover_backends
+from deepinfer.ops.registry import BoundOp, OpTable, discover_backends
 from deepinfer.ops.spec import OpSpec
 
 _HOST_ARGUMENTS: Final[Mapping[str, frozenset[str]]] = {"engram_fetch": frozenset({"table"})}
@@ -45,14 +45,14 @@ class FakePlan:
 
     Attributes:
         op: the contract.
-        host: what computes it, on host tensors.
+        host: what computes it, on host tensors; it brings the memory that its plan asked for.
         runtime: the device.
         capturable: the shapes of its results are known before it runs, so the host need not wait.
         names: of its parameters, in order.
     """
 
     op: OpSpec[..., Any]
-    host: Plan
+    host: BoundOp[..., Any]
     runtime: FakeRuntime
     capturable: bool
     names: tuple[str, ...]
@@ -92,7 +92,7 @@ class FakePlan:
 
         def compute() -> None:
             got: list[Tensor] = []
-            _leaves(self.host.run(**_give(taken)), got)
+            _leaves(self.host(**_give(taken)), got)
             _store(self.op.name, got, targets)
 
         self.runtime.submit(Work(self.op.name, compute, tuple(reads), (*writes, *targets)), launch=True)
@@ -103,7 +103,7 @@ class FakePlan:
         got: list[Any] = []
 
         def compute() -> None:
-            got.append(self.host.run(**_give(taken)))
+            got.append(self.host(**_give(taken)))
 
         work = Work(self.op.name, compute, tuple(reads), tuple(writes))
         self.runtime.wait_for(
@@ -174,7 +174,7 @@ def _register(op: OpSpec[..., Any]) -> None:
     def bind(dims: Dims, ctx: BindContext) -> FakePlan:
         if not isinstance(ctx.runtime, FakeRuntime):
             raise OpArgumentError(f"the fake backend runs on a FakeRuntime, got {type(ctx.runtime).__name__}")
-        host = _host_plan(op, dims, ctx)
+        host = _host_op(op, dims, ctx)
         return FakePlan(op, host, ctx.runtime, capturable=op.name in RESULTS, names=tuple(op.signature.parameters))
 
     bind.__name__ = op.name
@@ -189,11 +189,11 @@ def _host_backend() -> Backend | None:
     return backend
 
 
-def _host_plan(op: OpSpec[..., Any], dims: Dims, ctx: BindContext) -> Plan:
+def _host_op(op: OpSpec[..., Any], dims: Dims, ctx: BindContext) -> BoundOp[..., Any]:
     if _HOST is None or _HOST.runtime is None:
-        return FunctionPlan(op.reference)
+        return BoundOp(op, "reference", False, FunctionPlan(op.reference), dims)
     context = BindContext(torch.device("cpu"), _HOST.runtime(), ctx.batch_invariant, ctx.max_tokens)
-    return OpTable(_HOST, context, overrides={}).bind(op, **dims).plan
+    return OpTable(_HOST, context, overrides={}).bind(op, **dims)
 
 
 _HOST: Final = _host_backend()

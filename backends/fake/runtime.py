@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from deepinfer.backends.fake.errors import HostAccessError, HostBufferReuseError, HostReadError
-from deepinfer.backends.fake.faults import FaultPlan
+from deepinfer.backends.fake.faults import Fault, FaultKind, FaultPlan
 from deepinfer.backends.fake.memory import POISON, Block, MemoryPool, Ref
 from deepinfer.backends.fake.streams import Device, Stream, Work
 from deepinfer.backends.fake.tensor import DEVICE, FakeTensor
@@ -64,6 +64,12 @@ class FakeRuntime:
     def log(self) -> list[tuple[int, str]]:
         """The newest pieces of work that ran, as (stream, name), in order."""
         return list(self._device.log)
+
+    def inject_fault(self, kind: FaultKind, *, name: str = "*", at: int = 1) -> None:
+        """Let the `at`-th piece of work from now whose name matches fail (`Fault`)."""
+        with self._lock:
+            self._device.wait(None)  # what is queued has been submitted, and is not meant
+            self.faults.add(Fault(kind, at, name))
 
     def memory_info(self) -> MemoryInfo:
         """Free and total bytes; memory that waits in a queue to be freed is not free."""

@@ -26,6 +26,7 @@ from deepinfer.models.deepseek_v41_flash.chat_request import (
     read_task,
     to_json,
 )
+from deepinfer.ops.show import shown
 
 __all__ = ["ChatError", "ChatPrompt", "Segment", "TokenEncoder", "encode_chat"]
 
@@ -253,7 +254,7 @@ class _Writer:
                 self.images.append(part)
             else:
                 known = "'text', 'image_url' or 'image'" if images else "'text' in an assistant message"
-                raise ChatError(f"{place}[{index}].type", f"expected {known}, got {kind!r}")
+                raise ChatError(f"{place}[{index}].type", f"expected {known}, got {shown(kind)}")
 
 
 def _assistant(out: _Writer, message: Mapping[str, Any], place: str, keep_reasoning: bool, is_open: bool) -> bool:

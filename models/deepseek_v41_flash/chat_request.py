@@ -7,6 +7,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from deepinfer.ops.show import shown
+
 EFFORTS = {"low": 50, "high": 75, "xhigh": 75, "max": 100}
 DEFAULT_EFFORT = 75
 TASKS = {name: f"<｜{name}｜>" for name in ("action", "query", "authority", "domain", "title", "read_url")}
@@ -39,7 +41,7 @@ def read_effort(request: Mapping[str, Any]) -> int | None:
     thinking = request.get("thinking")
     kind = "enabled" if thinking is None else read_mapping(thinking, "thinking").get("type")
     if kind not in ("enabled", "disabled"):
-        raise ChatError("thinking.type", f"expected 'enabled' or 'disabled', got {kind!r}")
+        raise ChatError("thinking.type", f"expected 'enabled' or 'disabled', got {shown(kind)}")
     effort = request.get("reasoning_effort")
     if effort is None:
         number = DEFAULT_EFFORT
@@ -50,7 +52,7 @@ def read_effort(request: Mapping[str, Any]) -> int | None:
     else:
         names = ", ".join(map(repr, EFFORTS))
         hint = "; to turn thinking off use thinking.type 'disabled'" if effort == "none" else ""
-        raise ChatError("reasoning_effort", f"expected {names} or an integer from 1 to 100, got {effort!r}{hint}")
+        raise ChatError("reasoning_effort", f"expected {names} or an integer from 1 to 100, got {shown(effort)}{hint}")
     return number if kind == "enabled" else None
 
 
@@ -60,7 +62,7 @@ def read_task(request: Mapping[str, Any], generate: bool) -> str | None:
     if task is None:
         return None
     if not isinstance(task, str) or task not in TASKS:
-        raise ChatError("task", f"expected one of {', '.join(TASKS)}, got {task!r}")
+        raise ChatError("task", f"expected one of {', '.join(TASKS)}, got {shown(task)}")
     if not generate:
         raise ChatError("task", "needs a generation prompt: it asks for a new answer")
     return task
@@ -72,7 +74,7 @@ def read_functions(tools: Any) -> list[str]:
     for index, tool in enumerate(read_list(tools, "tools", "a list of tools") if tools is not None else ()):
         kind = read_mapping(tool, f"tools[{index}]").get("type", "function")
         if kind != "function":
-            raise ChatError(f"tools[{index}].type", f"expected 'function', got {kind!r}")
+            raise ChatError(f"tools[{index}].type", f"expected 'function', got {shown(kind)}")
         place = f"tools[{index}].function"
         function = read_mapping(tool.get("function"), place)
         name = read_string(function.get("name"), f"{place}.name")
@@ -99,7 +101,7 @@ def read_response_schema(response_format: Any) -> str | None:
     if kind == "json_object":
         return to_json({"type": "json_object"}, "response_format")
     if kind != "json_schema":
-        raise ChatError("response_format.type", f"expected 'text', 'json_object' or 'json_schema', got {kind!r}")
+        raise ChatError("response_format.type", f"expected 'text', 'json_object' or 'json_schema', got {shown(kind)}")
     place = "response_format.json_schema"
     schema = read_mapping(response_format.get("json_schema"), place).get("schema")
     return to_json(read_mapping(schema, f"{place}.schema"), f"{place}.schema")
@@ -114,7 +116,7 @@ def read_messages(request: Mapping[str, Any], *, may_end_in_calls: bool) -> list
     for index, message in enumerate(read_list(request.get("messages"), "messages", "a list of messages")):
         role = read_mapping(message, f"messages[{index}]").get("role")
         if role not in ROLES:
-            raise ChatError(f"messages[{index}].role", f"expected one of {', '.join(ROLES)}, got {role!r}")
+            raise ChatError(f"messages[{index}].role", f"expected one of {', '.join(ROLES)}, got {shown(role)}")
         if role != "system" or not _is_empty(message.get("content")):
             pending.append((f"messages[{index}]", message))
     if not pending:
@@ -134,7 +136,7 @@ def read_messages(request: Mapping[str, Any], *, may_end_in_calls: bool) -> list
             where = f"{place}.tool_calls[{index}]"
             call_id = read_string(read_mapping(call, where).get("id"), f"{where}.id")
             if call_id in call_ids:
-                raise ChatError(f"{where}.id", f"{call_id!r} is taken by an earlier call")
+                raise ChatError(f"{where}.id", f"{shown(call_id)} is taken by an earlier call")
             call_ids.append(call_id)
         if not pending and may_end_in_calls:
             break
@@ -144,7 +146,7 @@ def read_messages(request: Mapping[str, Any], *, may_end_in_calls: bool) -> list
             call_id = read_string(result.get("tool_call_id"), f"{where}.tool_call_id")
             if call_id not in call_ids or call_id in results:
                 problem = "was already answered" if call_id in results else f"is none of {', '.join(call_ids)}"
-                raise ChatError(f"{where}.tool_call_id", f"{call_id!r} {problem}")
+                raise ChatError(f"{where}.tool_call_id", f"{shown(call_id)} {problem}")
             results[call_id] = (where, result)
         unanswered = [call_id for call_id in call_ids if call_id not in results]
         if unanswered:

@@ -6,13 +6,13 @@ forward pass holds no schedule arithmetic. Sizes of caches and memory are `memor
 Source: DeepSeek-V4.1-Flash `config.json` (model specification, sections 2, 6.7 and 15).
 """
 
-import json
 from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from deepinfer.models.config_file import CONFIG_FILE, read_config
 from deepinfer.models.deepseek_v41_flash.config_checks import MODEL_CHECKS, QUANT_CHECKS, TEXT_CHECKS, VISION_CHECKS
 from deepinfer.models.deepseek_v41_flash.config_fields import (
     Problem,
@@ -26,8 +26,6 @@ from deepinfer.models.deepseek_v41_flash.config_fields import (
     unused,
 )
 from deepinfer.models.errors import ConfigError
-
-CONFIG_FILE = "config.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -264,14 +262,7 @@ class ModelConfig:
         Raises:
             ConfigError: the file is absent, is not JSON, or some fields are broken; all of them are named.
         """
-        file = Path(path) / CONFIG_FILE
-        try:
-            data = json.loads(file.read_text(encoding="utf-8"))
-        except FileNotFoundError as error:
-            raise ConfigError(str(file), ["no such file; a checkpoint folder needs its config.json"]) from error
-        except (OSError, ValueError, RecursionError) as error:
-            raise ConfigError(str(file), [f"cannot be read as JSON ({error}); fetch the file again"]) from error
-        return cls.from_dict(data, where=str(file))
+        return cls.from_dict(read_config(path), where=str(Path(path) / CONFIG_FILE))
 
     @classmethod
     def from_dict(cls, data: Any, *, where: str = CONFIG_FILE) -> "ModelConfig":

@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import MISSING, dataclass
 from typing import Any
 
+from deepinfer.ops.show import shown
+
 Problem = tuple[str, str]
 """A field's name, and what it is and what would be right."""
 
@@ -128,8 +130,8 @@ def show(value: Any) -> str:
     """A value as its JSON, shortened."""
     try:
         text = json.dumps(value, ensure_ascii=False)
-    except (TypeError, ValueError):
-        text = repr(value)
+    except (TypeError, ValueError, RecursionError):
+        text = shown(value)
     return text if len(text) <= 160 else text[:157] + "..."
 
 

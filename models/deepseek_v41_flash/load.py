@@ -6,11 +6,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from deepinfer.models.checkpoint import Checkpoint
+from deepinfer.models.config_file import CONFIG_FILE
 from deepinfer.models.deepseek_v41_flash.config import ModelConfig
 from deepinfer.models.deepseek_v41_flash.engram_tables import EngramConstants
 from deepinfer.models.deepseek_v41_flash.linear import Numerics
 from deepinfer.models.deepseek_v41_flash.model import DeepseekV41Flash
+from deepinfer.models.deepseek_v41_flash.vocabulary import vocabulary_problems
 from deepinfer.models.deepseek_v41_flash.weights import load_weights
+from deepinfer.models.errors import ConfigError
 from deepinfer.models.interface import Vocabulary
 from deepinfer.ops.registry import OpTable
 
@@ -26,6 +29,9 @@ def load(path: Path, ops: OpTable, options: LoadOptions, vocabulary: Vocabulary)
         CheckpointError: files or tensors are absent, damaged or of the wrong shape; all are listed.
     """
     config = ModelConfig.from_dir(path)
+    problems = vocabulary_problems(config, vocabulary)
+    if problems:
+        raise ConfigError(f"{path}: tokenizer and {CONFIG_FILE}", problems)
     checkpoint = Checkpoint.open(path)
     constants = EngramConstants.build(config.text, vocabulary) if config.text.engram_layer_ids else None
     weights = load_weights(

@@ -19,7 +19,8 @@ from safetensors.torch import save
 from torch import Tensor
 
 from deepinfer.models.checkpoint import INDEX_FILE, SINGLE_FILE, TensorSpec
-from deepinfer.models.deepseek_v41_flash.config import CONFIG_FILE, ModelConfig
+from deepinfer.models.config_file import CONFIG_FILE
+from deepinfer.models.deepseek_v41_flash.config import ModelConfig
 from deepinfer.models.deepseek_v41_flash.engram_tables import compress_vocabulary, engram_primes
 from deepinfer.models.deepseek_v41_flash.tensors import expected_tensors
 from deepinfer.models.deepseek_v41_flash.tiny_tokenizer import TOKENIZER_FILE, TinyVocabulary, build_tokenizer

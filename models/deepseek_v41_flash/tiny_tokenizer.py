@@ -52,6 +52,21 @@ class TinyVocabulary:
         """Ids run from 0 to `vocab_size` - 1."""
         return int(self._tokenizer.get_vocab_size(with_added_tokens=True))
 
+    @property
+    def bos_token_id(self) -> int:
+        """The token that begins a sequence."""
+        return self.id_of(_FIRST[0])
+
+    @property
+    def eos_token_id(self) -> int:
+        """The token that ends one."""
+        return self.id_of(_FIRST[1])
+
+    @property
+    def pad_token_id(self) -> int:
+        """The token that pads."""
+        return self.id_of(_FIRST[2])
+
     def raw_spelling(self, token_id: int) -> str:
         """The token as the vocabulary spells it."""
         return str(self._tokenizer.id_to_token(token_id))

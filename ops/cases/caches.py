@@ -128,7 +128,8 @@ def kv_gather_cases() -> Iterable[Case]:
         for name, rows in row_counts():
             yield Case(f"{name}, {kind}", bound(make, shape=(rows,), kind=kind, dim=dim), "small", ("slots",))
         yield Case(f"MN-2 holes, {kind}", bound(make, shape=(7, 13), kind=kind, dim=dim), "small", ("slots",))
-        yield Case(f"MN-2 holes, huge page 0, {kind}", bound(make, shape=(7, 13), kind=kind, dim=dim, poison="huge"))
+        huge = bound(make, shape=(7, 13), kind=kind, dim=dim, poison="huge")
+        yield Case(f"MN-2 holes, huge page 0, {kind}", huge, "small", ("slots",))
         yield Case(f"no columns, {kind}", bound(make, shape=(5, 0), kind=kind, dim=dim), "small", ("slots",))
         for strided in (False, True):
             form = "strided" if strided else "packed"

@@ -64,8 +64,10 @@ def concat_columns_cases() -> Iterable[Case]:
         for name, widths in (("one part", (5,)), ("single columns", (1,) * 5), ("ragged", (3, 0, 1, 6))):
             for which, rows in row_counts():
                 tail = f"{name}, {str(dtype).removeprefix('torch.')}"
-                yield Case(f"{which}, {tail}", bound(make, rows=rows, widths=widths, dtype=dtype))
-    yield Case("draft features", bound(make, rows=2048, widths=(5120,) * 3, dtype=torch.bfloat16), "real")
+                case = bound(make, rows=rows, widths=widths, dtype=dtype)
+                yield Case(f"{which}, {tail}", case, "small", ("parts",))
+    case = bound(make, rows=2048, widths=(5120,) * 3, dtype=torch.bfloat16)
+    yield Case("draft features", case, "real", ("parts",))
 
 
 def draft_rows_cases() -> Iterable[Case]:
@@ -85,7 +87,8 @@ def draft_rows_cases() -> Iterable[Case]:
 
     for num_tokens in (1, 2, 5):
         for name, rows in row_counts():
-            yield Case(f"{name}, blocks of {num_tokens}", bound(make, rows=rows, num_tokens=num_tokens))
+            case = bound(make, rows=rows, num_tokens=num_tokens)
+            yield Case(f"{name}, blocks of {num_tokens}", case, "small", ("anchor_ids", "anchor_positions", "seqs"))
 
 
 def known_ids_cases() -> Iterable[Case]:

@@ -26,10 +26,11 @@ def rewind_cases() -> Iterable[Case]:
             "accepted": integers(gen, drafts + 2, before, low=1),
         }
 
-    yield Case("MN-5 no rows", partial(make, count=0, before=3, drafts=5))
-    yield Case("no step before", partial(make, count=4, before=0, drafts=5))
+    rows_of = ("values", "previous")
+    yield Case("MN-5 no rows", partial(make, count=0, before=3, drafts=5), "small", rows_of)
+    yield Case("no step before", partial(make, count=4, before=0, drafts=5), "small", rows_of)
     for drafts in (0, 1, 5):
-        yield Case(f"{drafts} drafts", partial(make, count=9, before=6, drafts=drafts))
+        yield Case(f"{drafts} drafts", partial(make, count=9, before=6, drafts=drafts), "small", rows_of)
 
 
 def last_emitted_cases() -> Iterable[Case]:
@@ -43,10 +44,11 @@ def last_emitted_cases() -> Iterable[Case]:
         tokens[::4] = -1
         return {"tokens": tokens, "starts": starts, "num_emitted": emitted}
 
-    yield Case("MN-5 no rows", partial(make, counts=(), full=True))
-    yield Case("one row each", partial(make, counts=(1, 1, 1, 1, 1), full=True))
-    yield Case("all accepted", partial(make, counts=(6, 1, 3, 6), full=True))
-    yield Case("none accepted", partial(make, counts=(6, 1, 3, 6), full=False))
+    rows_of = ("starts", "num_emitted")
+    yield Case("MN-5 no rows", partial(make, counts=(), full=True), "small", rows_of)
+    yield Case("one row each", partial(make, counts=(1, 1, 1, 1, 1), full=True), "small", rows_of)
+    yield Case("all accepted", partial(make, counts=(6, 1, 3, 6), full=True), "small", rows_of)
+    yield Case("none accepted", partial(make, counts=(6, 1, 3, 6), full=False), "small", rows_of)
 
 
 def advance_history_cases() -> Iterable[Case]:
@@ -74,12 +76,16 @@ def advance_history_cases() -> Iterable[Case]:
             "last_history": integers(gen, 1000, before, depth - 1, low=-1),
         }
 
-    yield Case("MN-5 no rows", partial(make, depth=4, drafts=2, emitted=1, sequences=0))
-    yield Case("no history", partial(make, depth=1, drafts=2, emitted=2))
+    rows_of = ("history", "previous")
+    none = partial(make, depth=4, drafts=2, emitted=1, sequences=0)
+    yield Case("MN-5 no rows", none, "small", rows_of)
+    yield Case("no history", partial(make, depth=1, drafts=2, emitted=2), "small", rows_of)
     for emitted in range(1, 7):
-        yield Case(f"{emitted} of 6 emitted", partial(make, depth=4, drafts=5, emitted=emitted))
+        case = partial(make, depth=4, drafts=5, emitted=emitted)
+        yield Case(f"{emitted} of 6 emitted", case, "small", rows_of)
     for chunk in (1, 2, 3, 9):
-        yield Case(f"after a prefill chunk of {chunk}", partial(make, depth=4, drafts=0, emitted=1, chunk=chunk))
+        case = partial(make, depth=4, drafts=0, emitted=1, chunk=chunk)
+        yield Case(f"after a prefill chunk of {chunk}", case, "small", rows_of)
 
 
 def gather_ids_cases() -> Iterable[Case]:
@@ -90,9 +96,9 @@ def gather_ids_cases() -> Iterable[Case]:
         picks[::3] = -1
         return {"ids": integers(gen, 1000, count), "rows": picks}
 
-    yield Case("MN-5 no rows", partial(make, count=5, rows=0))
-    yield Case("no ids", partial(make, count=0, rows=3))
-    yield Case("repeats and -1", partial(make, count=4, rows=11))
+    yield Case("MN-5 no rows", partial(make, count=5, rows=0), "small", ("rows",))
+    yield Case("no ids", partial(make, count=0, rows=3), "small", ("rows",))
+    yield Case("repeats and -1", partial(make, count=4, rows=11), "small", ("rows",))
 
 
 def shift_cases() -> Iterable[Case]:
@@ -101,6 +107,6 @@ def shift_cases() -> Iterable[Case]:
     def make(gen: Generator, count: int, amount: int) -> dict[str, Any]:
         return {"values": integers(gen, 1 << 20, count), "amount": amount}
 
-    yield Case("MN-5 no rows", partial(make, count=0, amount=2))
+    yield Case("MN-5 no rows", partial(make, count=0, amount=2), "small", ("values",))
     for amount in (-3, 0, 5):
-        yield Case(f"by {amount}", partial(make, count=7, amount=amount))
+        yield Case(f"by {amount}", partial(make, count=7, amount=amount), "small", ("values",))

@@ -134,7 +134,6 @@ def test_an_override_puts_an_op_back_on_the_reference(python, checkpoint, genera
     assert found["tokens"] == generated["tokens"]  # an exact op
 
 
-@pytest.mark.xfail(reason="OpTable refuses at the first gap and names that one alone; nothing calls `require`")
 def test_strict_refuses_once_and_names_every_gap(python, checkpoint, generated):
     gaps = {op for op, _, implementation in generated["rows"] if implementation == "reference"}
     refusal = json.loads(python("-c", REFUSE, checkpoint))

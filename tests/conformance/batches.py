@@ -172,13 +172,17 @@ def _tensors(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, QTensor):
         yield value.data
         yield value.scale
+    elif isinstance(value, tuple):
+        for item in value:
+            yield from _tensors(item)
 
 
 def batch_of(op: OpSpec[..., Any], case: Case) -> RowBatch | None:
     """The batch that knows how to rearrange this case; None where the op has no rows."""
     from deepinfer.conformance.sequences import BATCHES
+    from deepinfer.conformance.targets import TARGETS
 
-    special: Mapping[str, Callable[[OpSpec[..., Any], Case], RowBatch]] = BATCHES
+    special: Mapping[str, Callable[[OpSpec[..., Any], Case], RowBatch]] = {**BATCHES, **TARGETS}
     if op.name in special:
         return special[op.name](op, case)
     return RowBatch(op, case) if case.rows else None

@@ -1,4 +1,4 @@
-"""Levels 3 to 5: the engine on a backend. The oracle is the same request alone, whole, with nothing clever.
+"""Levels 3 and 4: the engine on a backend. The oracle is the same request alone, whole, with nothing clever.
 
 A small random V4.1 checkpoint runs through the engine on the backend under test, in every way that must not change an
 answer. Tokens, logprobs and logits are compared bit for bit with the backend's own oracle run.
@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,7 @@ SETTINGS: dict[str, Any] = {
 Verdict = Iterator[Check]
 
 
-class _Bench:
+class Bench:
     """Engines of one checkpoint on the backend under test, and the workload."""
 
     def __init__(self, session: Session, folder: Path) -> None:
@@ -64,12 +65,24 @@ class _Bench:
             )
             for index in range(REQUESTS)
         ]
+
+    @cached_property
+    def alone(self) -> list[RequestFacts]:
+        """What each request got alone."""
         with self.engine() as llm:
-            self.alone = [self.run(llm, [p], [s])[0] for p, s in zip(self.prompts, self.params, strict=True)]
+            return [self.run(llm, [p], [s])[0] for p, s in zip(self.prompts, self.params, strict=True)]
 
     @contextmanager
     def engine(self, folder: Path | None = None, **settings: Any) -> Iterator[LLM]:
-        """An engine with `SETTINGS` and what is given."""
+        """An engine with `SETTINGS` and what is given, closed at the end."""
+        llm = self.build(folder, **settings)
+        try:
+            yield llm
+        finally:
+            llm.close()
+
+    def build(self, folder: Path | None = None, **settings: Any) -> LLM:
+        """An engine that the caller closes."""
         path = folder or self.folder
         config = EngineConfig(model=str(path), backend=self.session.backend.name, **(SETTINGS | settings))
         runtime = self.session.runtime
@@ -83,11 +96,7 @@ class _Bench:
             activation_rounding=config.rounds_activations,
             draft=config.speculation != "off",
         )
-        llm = LLM.from_engine(Engine(load_model(path, ops, options, tokenizer), config, ops, tokenizer))
-        try:
-            yield llm
-        finally:
-            llm.close()
+        return LLM.from_engine(Engine(load_model(path, ops, options, tokenizer), config, ops, tokenizer))
 
     def run(self, llm: LLM, prompts: Sequence[Any], params: Sequence[SamplingParams]) -> list[RequestFacts]:
         """What each request got."""
@@ -98,13 +107,13 @@ class _Bench:
         order = range(REQUESTS) if order is None else order
         with self.engine(**settings) as llm:
             got = self.run(llm, [self.prompts[i] for i in order], [self.params[i] for i in order])
-            yield _equal("equals alone", got, [self.alone[i] for i in order])
-            yield _returned(llm)
+            yield equal("equals alone", got, [self.alone[i] for i in order])
+            yield returned(llm)
 
 
 def run_semantics(session: Session) -> None:
     """Level 3: chunks, mixed steps, preemption, rollback, prefix reuse, cancel, and one request's NaN."""
-    cases: dict[str, Callable[[_Bench], Verdict]] = {
+    cases: dict[str, Callable[[Bench], Verdict]] = {
         "MN-1 chunks and decode give the same logits": _chunks,
         "a mixed batch equals each request alone": lambda bench: bench.same(max_num_batched_tokens=24),
         "KV-2 preempted requests resume to the same answer": _preemption,
@@ -114,13 +123,13 @@ def run_semantics(session: Session) -> None:
         "cancelled requests give back everything": _cancel,
         "SA-5 a NaN row ends its own request": _nan,
     }
-    _run(session, 3, cases)
+    run_cases(session, 3, cases)
 
 
 def run_determinism(session: Session) -> None:
     """Level 4: any order and budget, repeats, seeds, ties, and draws that follow their distribution."""
     shuffled = random.Random(4).sample(range(REQUESTS), REQUESTS)
-    cases: dict[str, Callable[[_Bench], Verdict]] = {
+    cases: dict[str, Callable[[Bench], Verdict]] = {
         "any order": lambda bench: bench.same(shuffled),
         "any budget": lambda bench: _each(bench, "max_num_batched_tokens", (7, 33, 512)),
         "LD-2 any number of places": lambda bench: _each(bench, "max_num_seqs", (1, 3, 16)),
@@ -132,23 +141,18 @@ def run_determinism(session: Session) -> None:
         "D-11 greedy takes the lowest of equal ids": _ties,
         "draws follow the distribution": _distribution,
     }
-    _run(session, 4, cases)
+    run_cases(session, 4, cases)
 
 
-def run_ranks(session: Session) -> None:
-    """Level 5: several ranks. Contract version 1 has no collectives, so there is nothing to hold a backend to."""
-    if session.whole:
-        session.add(CaseResult(5, "ranks", "collectives", "", False, "unsupported", detail="not in contract version 1"))
-
-
-def _run(session: Session, level: int, cases: dict[str, Callable[[_Bench], Verdict]]) -> None:
+def run_cases(session: Session, level: int, cases: dict[str, Callable[[Bench], Verdict]]) -> None:
+    """Run the cases that are wanted, on one checkpoint."""
     wanted = {name: case for name, case in cases.items() if session.wants("engine", name)}
     if not wanted:
         return
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place) / "tiny"
         make_tiny(folder, seed=17)
-        bench = _Bench(session, folder)
+        bench = Bench(session, folder)
         for name, case in wanted.items():
             result = CaseResult(level, "engine", name, session.backend.name, True)
             try:
@@ -158,7 +162,8 @@ def _run(session: Session, level: int, cases: dict[str, Callable[[_Bench], Verdi
             session.add(result.settle())
 
 
-def _equal(name: str, got: Sequence[RequestFacts], want: Sequence[RequestFacts]) -> Check:
+def equal(name: str, got: Sequence[RequestFacts], want: Sequence[RequestFacts]) -> Check:
+    """Whether requests got what they should."""
     for index, (mine, theirs) in enumerate(zip(got, want, strict=True)):
         difference = mine.difference(theirs)
         if difference is not None:
@@ -166,20 +171,26 @@ def _equal(name: str, got: Sequence[RequestFacts], want: Sequence[RequestFacts])
     return Check(name, True)
 
 
-def _returned(llm: LLM) -> Check:
-    stats = llm.stats
-    llm.engine.blocks.pool.check()
-    held = stats.num_blocks - stats.num_free_blocks
-    return Check("memory", held == 0, f"{held} of {stats.num_blocks} blocks are still held")
+def returned(llm: LLM) -> Check:
+    """Whether blocks, window pages and sequence slots are all free again."""
+    stats, pool = llm.stats, llm.engine.blocks.pool
+    pool.check()
+    totals = {
+        "blocks": (stats.num_blocks, stats.num_free_blocks),
+        "window pages": (pool.num_window_pages, pool.num_free_pages),
+        "sequence slots": (pool.num_slots, pool.num_free_slots),
+    }
+    held = [f"{total - free} of {total} {what}" for what, (total, free) in totals.items() if total != free]
+    return Check("memory", not held, f"{', '.join(held)} are still held")
 
 
-def _each(bench: _Bench, setting: str, values: Sequence[int]) -> Verdict:
+def _each(bench: Bench, setting: str, values: Sequence[int]) -> Verdict:
     for value in values:
-        for check in bench.same(**{setting: value}):
+        for check in bench.same(None, **{setting: value}):
             yield replace(check, name=f"{setting}={value} {check.name}")
 
 
-def _chunks(bench: _Bench) -> Verdict:
+def _chunks(bench: Bench) -> Verdict:
     ids = max(bench.prompts, key=len)
     with bench.engine() as llm:
         whole = llm.logits(ids)
@@ -189,17 +200,17 @@ def _chunks(bench: _Bench) -> Verdict:
         yield Check("decode", torch.equal(decode, whole), "logits differ")
 
 
-def _preemption(bench: _Bench) -> Verdict:
+def _preemption(bench: Bench) -> Verdict:
     longer = [replace(p, max_tokens=30) for p in bench.params]
     with bench.engine(max_model_len=96) as llm:
         want = bench.run(llm, bench.prompts, longer)
     with bench.engine(max_model_len=96, num_kv_blocks=9) as llm:
-        yield _equal("equals a large pool", bench.run(llm, bench.prompts, longer), want)
+        yield equal("equals a large pool", bench.run(llm, bench.prompts, longer), want)
         yield Check("preempts", llm.stats.num_preemptions > 0, "nobody was preempted")
-        yield _returned(llm)
+        yield returned(llm)
 
 
-def _rollback(bench: _Bench) -> Verdict:
+def _rollback(bench: Bench) -> Verdict:
     yield from bench.same(speculation="coupled", draft_schedule="fixed")
     with bench.engine(speculation="coupled", draft_schedule="fixed") as llm:
         bench.run(llm, bench.prompts, bench.params)
@@ -208,7 +219,7 @@ def _rollback(bench: _Bench) -> Verdict:
         yield Check("rejects", rejected, "no draft was rejected, so nothing was rolled back")
 
 
-def _prefix(bench: _Bench) -> Verdict:
+def _prefix(bench: Bench) -> Verdict:
     stem = [7 + i % 200 for i in range(70)]
     prompts = [[*stem, *prompt] for prompt in bench.prompts[:6]]
     with bench.engine() as llm:
@@ -216,13 +227,13 @@ def _prefix(bench: _Bench) -> Verdict:
     with bench.engine(prefix_caching=True) as llm:
         first = bench.run(llm, prompts[:1], bench.params[:1])
         rest = llm.generate(prompts[1:], bench.params[1:6])
-        yield _equal("equals without reuse", first + [RequestFacts.of(o) for o in rest], want)
-        hits = sum(output.num_cached_tokens for output in rest)
+        yield equal("equals without reuse", first + [RequestFacts.of(o) for o in rest], want)
+        hits = sum(output.num_cached_tokens or 0 for output in rest)
         yield Check("hits", hits > 0, "no prompt token was reused")
-        yield _returned(llm)
+        yield returned(llm)
 
 
-def _cancel(bench: _Bench) -> Verdict:
+def _cancel(bench: Bench) -> Verdict:
     for at in (1, 2, 4):
         with bench.engine(async_scheduling=at == 2) as llm:
             engine = llm.engine
@@ -240,11 +251,11 @@ def _cancel(bench: _Bench) -> Verdict:
                         engine.abort(str(index))
             kept = range(1, REQUESTS, 2)
             got = [done[str(i)] for i in kept]
-            yield _equal(f"others, cancelled at step {at}", got, [bench.alone[i] for i in kept])
-            yield _returned(llm)
+            yield equal(f"others, cancelled at step {at}", got, [bench.alone[i] for i in kept])
+            yield returned(llm)
 
 
-def _nan(bench: _Bench) -> Verdict:
+def _nan(bench: Bench) -> Verdict:
     """A token whose embedding is NaN stands for any numerical fault."""
     poison = 250
     with tempfile.TemporaryDirectory() as place:
@@ -263,11 +274,11 @@ def _nan(bench: _Bench) -> Verdict:
         with bench.engine(folder, max_num_batched_tokens=64) as llm:
             got = bench.run(llm, [*prompts, [5, poison, 6]], [*params, SamplingParams(max_tokens=4)])
             yield Check("typed error", got[-1].error == "numerical_error", f"the error is {got[-1].error}")
-            yield _equal("others", got[:-1], alone)
-            yield _returned(llm)
+            yield equal("others", got[:-1], alone)
+            yield returned(llm)
 
 
-def _seeds(bench: _Bench) -> Verdict:
+def _seeds(bench: Bench) -> Verdict:
     seeded = SamplingParams(temperature=1.0, seed=42, max_tokens=8, ignore_eos=True)
     unseeded = replace(seeded, seed=None)
     prompt = bench.prompts[0]
@@ -275,19 +286,19 @@ def _seeds(bench: _Bench) -> Verdict:
         want = bench.run(llm, [prompt], [seeded])
         for order in ([seeded, unseeded], [unseeded, seeded]):
             got = bench.run(llm, [prompt, prompt], order)
-            yield _equal("seeded", [got[order.index(seeded)]], want)
+            yield equal("seeded", [got[order.index(seeded)]], want)
         free = bench.run(llm, [prompt] * 8, [unseeded] * 8)
         different = len({facts.choices[0].token_ids for facts in free}) > 1
         yield Check("SA-2 unseeded differ", different, "eight unseeded requests drew the same tokens")
 
 
-def _sampler(bench: _Bench) -> Sampler:
+def _sampler(bench: Bench) -> Sampler:
     runtime = bench.session.runtime
     bind = BindContext(runtime.device, runtime)
     return Sampler(OpTable(bench.session.backend, bind), num_slots=4)
 
 
-def _ties(bench: _Bench) -> Verdict:
+def _ties(bench: Bench) -> Verdict:
     sampler = _sampler(bench)
     sampler.set_slot(1, SamplingParams(temperature=0.0), 1)
     logits = torch.zeros(3, 97)
@@ -299,7 +310,7 @@ def _ties(bench: _Bench) -> Verdict:
     yield Check("lowest id", got == [0, 40, 96], f"got {got}, want [0, 40, 96]")
 
 
-def _distribution(bench: _Bench) -> Verdict:
+def _distribution(bench: Bench) -> Verdict:
     """Chi-square of 20,000 draws from eight ids: 1 in 10,000 correct backends would fail."""
     sampler = _sampler(bench)
     weights = torch.tensor([4.0, 3.0, 2.0, 1.0, 1.0, 0.5, 0.25, 0.25])

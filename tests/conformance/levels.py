@@ -36,7 +36,7 @@ LEVELS: Mapping[int, Level] = {
     2: Level("one layer of each kind", "deepinfer.conformance.layers:run_layers"),
     3: Level("engine semantics", "deepinfer.conformance.engine_levels:run_semantics"),
     4: Level("determinism and sampling", "deepinfer.conformance.engine_levels:run_determinism"),
-    5: Level("several ranks and faults", "deepinfer.conformance.engine_levels:run_ranks"),
+    5: Level("several ranks and faults", "deepinfer.conformance.fault_levels:run_faults"),
     6: Level("performance sheet", "deepinfer.conformance.performance:run_performance"),
 }
 

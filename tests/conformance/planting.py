@@ -30,6 +30,8 @@ class Fault:
         case: the case that catches it.
         check: the question of that case that it fails.
         run: the broken implementation.
+        scratch_bytes: what its plan asks for.
+        persistent_bytes: likewise.
     """
 
     name: str
@@ -37,6 +39,12 @@ class Fault:
     case: str
     check: str
     run: Callable[..., Any]
+    scratch_bytes: int = 0
+    persistent_bytes: int = 0
+
+    def caught(self) -> CaseResult:
+        """What its named case says of it."""
+        return run_planted(self.op, self.case, self.run, self.scratch_bytes, self.persistent_bytes)
 
 
 Plant = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -45,9 +53,12 @@ Plant = Callable[[Callable[..., Any]], Callable[..., Any]]
 def planter(faults: list[Fault]) -> Callable[..., Plant]:
     """A decorator that adds to `faults`: `@fault(op, case, check="value")`; a function's name says what is wrong."""
 
-    def fault(op: OpSpec[..., Any], case: str, check: str = "value") -> Plant:
+    def fault(
+        op: OpSpec[..., Any], case: str, check: str = "value", *, scratch_bytes: int = 0, persistent_bytes: int = 0
+    ) -> Plant:
         def plant(run: Callable[..., Any]) -> Callable[..., Any]:
-            faults.append(Fault(run.__name__.replace("_", " "), op, case, check, run))
+            name = run.__name__.replace("_", " ")
+            faults.append(Fault(name, op, case, check, run, scratch_bytes, persistent_bytes))
             return run
 
         return plant
@@ -55,7 +66,10 @@ def planter(faults: list[Fault]) -> Callable[..., Plant]:
     return fault
 
 
-def run_planted(op: OpSpec[..., Any], case: str, function: Callable[..., Any]) -> CaseResult:
+def run_planted(
+    op: OpSpec[..., Any], case: str, function: Callable[..., Any], scratch_bytes: int = 0, persistent_bytes: int = 0
+) -> CaseResult:
     """One case on one function, as a native implementation on the host."""
     made = make_case(op, find_case(op, case))
-    return run_case(Subject(op, "planted", True, FunctionPlan(function), HostRuntime()), made)
+    plan = FunctionPlan(function, scratch_bytes, persistent_bytes)
+    return run_case(Subject(op, "planted", True, plan, HostRuntime()), made)

@@ -27,6 +27,8 @@ from deepinfer.ops.contract import check_arguments
 from deepinfer.ops.spec import Case, OpSpec, Tolerance
 
 REFERENCE_FLOAT = Tolerance(2e-4, 2e-5, off_by_one=5e-3, why="float32 against float64, sums of a few hundred terms")
+RAISED = "runs"
+"""The check that a case fails when something is raised."""
 SLOW_FACTOR, SLOW_SECONDS = 10.0, 0.2
 
 
@@ -81,7 +83,9 @@ def run_case(subject: Subject, made: Made, *, quick: bool = False) -> CaseResult
         for check in _checks(subject, made, result, quick):
             result.checks.append(check)
     except Exception as error:  # an implementation may raise anything; the suite goes on
-        result.checks.append(Check("runs", False, f"{type(error).__name__}: {error}"))
+        result.checks.append(Check(RAISED, False, f"{type(error).__name__}: {error}"))
+    if subject.persistent is not None:
+        result.checks.append(Check("persistent", not subject.dirt, "; ".join(subject.dirt[:1])))
     return result.settle()
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -37,6 +37,8 @@ class Subject:
         native: False when it is the reference.
         plan: bound to the dimensions of the case.
         runtime: the device.
+        persistent: what the plan asked for, zeroed once; every run must leave it zero.
+        dirt: what runs left there, in words.
     """
 
     op: OpSpec[..., Any]
@@ -44,6 +46,12 @@ class Subject:
     native: bool
     plan: Plan
     runtime: Runtime
+    persistent: Tensor | None = field(default=None, init=False, repr=False)
+    dirt: list[str] = field(default_factory=list, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.plan.persistent_bytes:
+            object.__setattr__(self, "persistent", self.runtime.zeros((self.plan.persistent_bytes,), torch.uint8))
 
     def run(self, args: Mapping[str, Any], *, poisoned: bool = True) -> Any:
         """Run on `args` (host tensors); written arguments and results come back to the host.
@@ -61,6 +69,10 @@ class Subject:
         with poisoned_memory() if poisoned else plain_memory():
             result = self.plan.run(*self.positional(there), **options)
             self.runtime.synchronize()
+        if self.persistent is not None:
+            dirty = int((self.runtime.to_host(self.persistent) != 0).sum())
+            if dirty:
+                self.dirt.append(f"a run left {dirty} of {self.plan.persistent_bytes} bytes other than zero")
         return there, result
 
     def fetch(self, args: Mapping[str, Any], launched: tuple[Mapping[str, Any], Any]) -> Any:
@@ -80,11 +92,13 @@ class Subject:
         return bound.args
 
     def options(self, args: Mapping[str, Any]) -> dict[str, Any]:
-        """`out=` and `scratch=` of a capturable plan, poisoned."""
-        if not self.plan.capturable:
-            return {}
-        shaped = self.op.reference(**copied(dict(args)))
-        options: dict[str, Any] = {"scratch": self._filled((self.plan.scratch_bytes,), torch.uint8)}
+        """`scratch=` and `persistent=` as a `BoundOp` passes them, `out=` to a capturable plan; poison if not 0."""
+        options: dict[str, Any] = {}
+        if self.plan.scratch_bytes:
+            options["scratch"] = self._filled((self.plan.scratch_bytes,), torch.uint8)
+        if self.persistent is not None:
+            options["persistent"] = self.persistent
+        shaped = self.op.reference(**copied(dict(args))) if self.plan.capturable else None
         if shaped is not None:
             options["out"] = transform(shaped, lambda tensor: self._filled(tuple(tensor.shape), tensor.dtype))
         return options

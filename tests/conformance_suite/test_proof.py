@@ -2,7 +2,10 @@
 
 from functools import partial
 
+import pytest
+
 from deepinfer.ops.backend import Availability, Backend
+from deepinfer.ops.errors import OpArgumentError
 from deepinfer.ops.host import HostRuntime
 from deepinfer.ops.norm import rms_norm
 from deepinfer.ops.proof import Gate, Verdict, kernel_hash, proof_level, write_proofs
@@ -49,7 +52,7 @@ def test_a_kernel_that_fails_its_cases_is_replaced_by_the_next_with_a_message(tm
         tmp_path, {"planted.good": Verdict(True), "planted.wrong": Verdict(False, "rms_norm/one row: off")}
     )
     assert table(backend, guard).bind(rms_norm, n=4).implementation == "planted.good"
-    assert "planted.wrong fails its own cases" in told[0] and "rms_norm/one row: off" in told[0]
+    assert "planted.wrong is not used: it fails its own cases" in told[0] and "rms_norm/one row: off" in told[0]
 
 
 def test_when_all_fail_the_reference_runs(tmp_path) -> None:
@@ -84,7 +87,77 @@ def test_a_check_that_raises_counts_as_failed(tmp_path) -> None:
         raise RuntimeError("device lost")
 
     guard = Gate(HostRuntime(), check, tmp_path / "verified.json", tell=lambda message: None)
-    assert not guard(backend_with(good).implementations[0])
+    (kernel,) = backend_with(good).implementations
+    assert not guard(kernel)
+    assert guard.known(kernel) is None, "a device that fails says nothing about the kernel"
+
+
+def test_a_verdict_on_a_part_of_the_cases_is_neither_used_nor_kept(tmp_path) -> None:
+    backend = backend_with(good, wrong)
+    guard, told, _ = gate(
+        tmp_path, {"planted.wrong": Verdict(False, "3 cases ran", "time"), "planted.good": Verdict(True)}
+    )
+    assert table(backend, guard).bind(rms_norm, n=4).implementation == "planted.good"
+    assert "planted.wrong is not used: not verified within 60 s" in told[0] and "3 cases ran" in told[0]
+    assert guard.known(backend.implementations[1]) is None and guard.known(backend.implementations[0])
+
+
+def test_wrong_values_are_kept(tmp_path) -> None:
+    backend = backend_with(wrong)
+    guard, _, _ = gate(tmp_path, {"planted.wrong": Verdict(False, "off")})
+    assert not guard(backend.implementations[0])
+    assert guard.known(backend.implementations[0]) == Verdict(False, "off")
+
+
+def test_a_run_that_is_cut_short_is_no_pass(monkeypatch) -> None:
+    from deepinfer.conformance import selfcheck
+
+    (kernel,) = backend_with(good).implementations
+    assert selfcheck.verify_implementation(kernel, HostRuntime(), seconds=0.0).cause == "time"
+    ticks = iter(range(1000))
+    monkeypatch.setattr(selfcheck.time, "monotonic", lambda: next(ticks))
+    verdict = selfcheck.verify_implementation(kernel, HostRuntime(), seconds=3.0, quick=True)
+    assert (verdict.passed, verdict.cause, verdict.detail) == (False, "time", "2 cases ran")
+
+
+def test_a_case_that_raises_is_no_wrong_value() -> None:
+    from deepinfer.conformance.selfcheck import verify_implementation
+
+    def full(x, weight, eps):
+        raise MemoryError("no room")
+
+    first, second = backend_with(full, wrong).implementations
+    assert verify_implementation(first, HostRuntime(), quick=True).cause == "error"
+    assert verify_implementation(second, HostRuntime(), quick=True).cause == "cases"
+
+
+def test_hardware_on_an_accelerator_takes_the_models_own_shapes(monkeypatch) -> None:
+    from deepinfer.conformance import selfcheck
+    from deepinfer.conformance.results import CaseResult
+    from deepinfer.ops.step import shift
+
+    written = []
+    monkeypatch.setattr(selfcheck, "write_proofs", lambda backend, proven, *rest: written.append(list(proven)))
+    real = next(case.name for case in rms_norm.cases() if case.tag == "real")
+    assert all(case.tag == "small" for case in shift.cases())
+
+    def prove(device_type, *rows, software=False, level="hardware"):
+        backend = Backend("acme", device_type, probe=lambda: Availability(True), software=software)
+        backend.implements(rms_norm)(good)
+        backend.implements(shift)(shift.reference)
+        results = [CaseResult(1, op, case, name, True) for op, case, name in rows]
+        selfcheck.prove(backend, results, level, "device")
+        return {i.op.name for i in written.pop()}
+
+    small = [("rms_norm", "one row, bf16", "acme.good"), ("shift", "by 5", "acme.shift")]
+    both = {"rms_norm", "shift"}
+    assert prove("cpu", *small) == prove("npu", *small, software=True) == prove("npu", *small, level="emulated") == both
+    with pytest.raises(OpArgumentError, match="--real"):
+        prove("npu", *small)
+    assert prove("npu", *small, ("rms_norm", real, "acme.good")) == both
+    other = ("linear_bf16", "x", "acme.y")
+    with pytest.raises(OpArgumentError, match="--real"):
+        prove("npu", *small, other)
 
 
 def test_an_edited_kernel_falls_to_compiled(tmp_path, monkeypatch) -> None:

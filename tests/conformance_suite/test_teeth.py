@@ -25,7 +25,7 @@ FAULTS = planted()
 
 @pytest.mark.parametrize("fault", FAULTS, ids=[f"{f.op.name}: {f.name}" for f in FAULTS])
 def test_fault_is_caught_by_its_named_case(fault) -> None:
-    result = run_planted(fault.op, fault.case, fault.run)
+    result = fault.caught()
     assert result.status == "fail", f"{fault.name} passes {fault.op.name}/{fault.case}"
     assert fault.check in {check.name for check in result.failed()}, result.detail
 

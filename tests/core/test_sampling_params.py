@@ -72,6 +72,11 @@ def test_supported_parameters_pass():
         ("presence_penalty", 2.1, "from -2 to 2"),
         ("frequency_penalty", math.nan, "from -2 to 2"),
         ("repetition_penalty", 0.0, "above 0"),
+        ("repetition_penalty", 1e-300, "from 0.001 to 1000"),
+        ("repetition_penalty", 1e300, "from 0.001 to 1000"),
+        ("temperature", 1e308, "up to 1e30"),
+        ("temperature", 1e39, "up to 1e30"),
+        ("top_p", 1e-300, "between 0 and 1.2e-38"),
         ("stop_token_ids", 5, "a list of token ids"),
         ("stop_token_ids", [True], "a list of token ids"),
         ("stop_token_ids", ["1"], "a list of token ids"),
@@ -87,6 +92,33 @@ def test_impossible_values_are_refused_by_name_value_and_remedy(field, value, ri
         SamplingParams(**{field: value})
     assert repr(value) in str(caught.value)
     assert isinstance(caught.value, RequestError) and isinstance(caught.value, ValueError)
+
+
+FLOATS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
+
+
+@pytest.mark.parametrize("field", FLOATS)
+@pytest.mark.parametrize("value", [10**400, -(10**400), 10**6000, Fraction(10**400, 3)])
+def test_numbers_too_large_for_a_float_are_refused(field, value):
+    with pytest.raises(InvalidParameterError, match=f"{field} must be "):
+        SamplingParams(**{field: value})
+
+
+def test_extremes_leave_finite_float32_numbers():
+    params = SamplingParams(temperature=GREEDY_BELOW, repetition_penalty=MAX_REPETITION_PENALTY, top_p=MIN_TOP_P)
+    factor = np.float32(params.repetition_penalty)
+    for logit in (np.float32(MAX_BIAS) * factor, np.float32(MAX_BIAS) / np.float32(1 / MAX_REPETITION_PENALTY)):
+        assert np.isfinite(logit / np.float32(params.temperature))
+    assert np.float32(params.top_p) > 0 and np.isfinite(np.float32(MAX_TEMPERATURE))
+
+
+def test_a_deeply_nested_value_is_shown_shortly():
+    value = []
+    for _ in range(5000):
+        value = [value]
+    with pytest.raises(InvalidParameterError, match="top_k must be") as caught:
+        SamplingParams(top_k=value)
+    assert len(str(caught.value)) < 300
 
 
 def test_golden_ids_are_ids_or_free_places():

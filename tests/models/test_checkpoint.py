@@ -169,6 +169,14 @@ def test_a_damaged_index_is_named(tmp_path: Path, index: str, message: str) -> N
         Checkpoint.open(tmp_path)
 
 
+def test_a_shard_whose_name_no_file_can_have_is_missing(tmp_path: Path) -> None:
+    (tmp_path / INDEX_FILE).write_text(json.dumps({"weight_map": {"a": "x" * 5000, "b": "n\0l", "c": "c.safetensors"}}))
+    with pytest.raises(CheckpointError) as caught:
+        Checkpoint.open(tmp_path)
+    assert [": no such file; " in problem for problem in caught.value.problems] == [True] * 3
+    assert "(5000 characters)" in str(caught.value) and len(str(caught.value)) < 1000
+
+
 def test_missing_unexpected_and_misshaped_tensors_are_listed_at_once(tiny: Path) -> None:
     def change(tensors: dict[str, torch.Tensor]) -> None:
         tensors["layers.0.attn.wq_a.weight_scale_inv"] = tensors.pop("layers.0.attn.wq_a.scale")  # renamed
