@@ -11,5 +11,8 @@ cd "$root"
 "$python" -m pip install --quiet --no-deps --target "$work/site" "$work"/wheel/*.whl
 cd "$work"
 cp "$root/.importlinter" .
-PYTHONPATH="$work/site" "$python" -c 'import deepinfer, sys; assert deepinfer.__file__.startswith(sys.argv[1])' "$work"
-PYTHONPATH="$work/site" "$(dirname "$python")/lint-imports" --config .importlinter
+# -S leaves out .pth files, and with them the import hook of an editable install that would shadow the wheel.
+libraries=$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+export PYTHONPATH="$work/site:$libraries"
+"$python" -S -c 'import deepinfer, sys; assert deepinfer.__file__.startswith(sys.argv[1]), deepinfer.__file__' "$work"
+"$python" -S -c 'import sys; from importlinter.cli import lint_imports_command; sys.exit(lint_imports_command())'
