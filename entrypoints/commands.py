@@ -89,9 +89,7 @@ class BatchCommand:
         results = ResultFile(self.output, overwrite=self.overwrite)
         try:
             if results.num_cut:
-                self._say(
-                    f"{self.output}: removes an incomplete last line of {results.num_cut} bytes; its item runs again"
-                )
+                self._say(f"{self.output}: the last line, cut off after {results.num_cut} bytes, will be removed")
             if results.answered:
                 self._say(f"{self.output}: resuming, {len(results.answered):,} items have a line already")
             summary = self._answer(config, results, total)

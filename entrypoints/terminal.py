@@ -39,8 +39,10 @@ class Forgiving:
             return self._stream is not None and self._stream.isatty()
         return False
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
+    @property
+    def encoding(self) -> str:
+        """Of the text."""
+        return getattr(self._stream, "encoding", None) or "utf-8"
 
 
 def console(*, stderr: bool = False, quiet: bool = False) -> Console:

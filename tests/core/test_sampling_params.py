@@ -3,12 +3,21 @@ from __future__ import annotations
 import dataclasses
 import math
 import pickle
+from fractions import Fraction
 
 import numpy as np
 import pytest
 
 from deepinfer.core.errors import RequestError
-from deepinfer.core.sampling_params import InvalidParameterError, SamplingParams
+from deepinfer.core.sampling_params import (
+    GREEDY_BELOW,
+    MAX_BIAS,
+    MAX_REPETITION_PENALTY,
+    MAX_TEMPERATURE,
+    MIN_TOP_P,
+    InvalidParameterError,
+    SamplingParams,
+)
 
 VOCAB = 128
 
@@ -98,7 +107,9 @@ FLOATS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalt
 
 
 @pytest.mark.parametrize("field", FLOATS)
-@pytest.mark.parametrize("value", [10**400, -(10**400), 10**6000, Fraction(10**400, 3)])
+@pytest.mark.parametrize(
+    "value", [10**400, -(10**400), 10**6000, Fraction(10**400, 3)], ids=["plus", "minus", "huge", "ratio"]
+)
 def test_numbers_too_large_for_a_float_are_refused(field, value):
     with pytest.raises(InvalidParameterError, match=f"{field} must be "):
         SamplingParams(**{field: value})

@@ -183,7 +183,6 @@ def test_a_display_that_goes_away_does_not_touch_the_job(
 
     source = write_input([lines.completion("a"), b"broken"] if bad else [lines.completion("a")])
     work = commands.BatchCommand(source, output, "tiny", {})
-    monkeypatch.setattr("deepinfer.entrypoints.progress._LINE_SECONDS", 0.0)
     with monkeypatch.context() as patch:
         patch.setattr(sys, "stdout", stream())
         patch.setattr(sys, "stderr", stream())
