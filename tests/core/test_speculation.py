@@ -68,7 +68,7 @@ def plain():
 
 @pytest.mark.parametrize("num_drafts", range(1, 9))
 @pytest.mark.parametrize("quality", [0.0, 0.6, 1.0])
-def test_coupled_gives_the_plain_answer_at_any_length_and_quality(plain, num_drafts, quality) -> None:
+def test_coupled_gives_the_plain_answer_at_any_length_and_quality(plain, num_drafts, quality) -> None:  # LD-1
     draft = ScriptedDraft(drafter(quality, num_drafts), num_drafts)
     assert run(draft, draft_schedule="fixed")[0] == plain
 

@@ -15,7 +15,7 @@ HI = [{"role": "user", "content": "Hi"}]
 FOUR = SamplingParams(max_tokens=4)
 
 
-def test_results_stand_in_order_and_failures_keep_their_place(make_llm) -> None:
+def test_results_stand_in_order_and_failures_keep_their_place(make_llm) -> None:  # AP-1, D-4, D-5
     llm = make_llm(max_num_seqs=3)
     prompts = [f"prompt {i}" for i in range(100)]
     prompts[57] = "x" * 500
@@ -68,7 +68,7 @@ def test_control_tokens_in_text_stay_text(make_llm, tokenizer) -> None:
     assert not tokenizer.special_ids.intersection(result.prompt_token_ids[1:])
 
 
-def test_params_must_match_prompts_before_anything_is_queued(make_llm) -> None:
+def test_params_must_match_prompts_before_anything_is_queued(make_llm) -> None:  # D-13
     llm = make_llm()
     for call in (llm.generate, llm.stream):
         with pytest.raises(ValueError, match="2 sampling parameters for 3 prompts"):

@@ -65,7 +65,7 @@ def raw_file(header: bytes, data: bytes = b"", length: int | None = None) -> byt
     return (len(header) if length is None else length).to_bytes(8, "little") + header + data
 
 
-def test_a_missing_shard_is_named_with_what_it_should_hold(tiny: Path) -> None:
+def test_a_missing_shard_is_named_with_what_it_should_hold(tiny: Path) -> None:  # LC-1
     (tiny / SECOND).unlink()
     index = json.loads((tiny / INDEX_FILE).read_text())["weight_map"]
     message = fault(tiny)
@@ -177,7 +177,7 @@ def test_a_shard_whose_name_no_file_can_have_is_missing(tmp_path: Path) -> None:
     assert "(5000 characters)" in str(caught.value) and len(str(caught.value)) < 1000
 
 
-def test_missing_unexpected_and_misshaped_tensors_are_listed_at_once(tiny: Path) -> None:
+def test_missing_unexpected_and_misshaped_tensors_are_listed_at_once(tiny: Path) -> None:  # LC-2
     def change(tensors: dict[str, torch.Tensor]) -> None:
         tensors["layers.0.attn.wq_a.weight_scale_inv"] = tensors.pop("layers.0.attn.wq_a.scale")  # renamed
         tensors["layers.0.attn.kv_norm.scale"] = torch.ones(2)  # unused
