@@ -16,6 +16,7 @@ from deepinfer.core.caches import CacheStore
 from deepinfer.core.kv_blocks import KVBlockManager
 from deepinfer.core.replay import RowCut
 from deepinfer.core.step_buffers import Int32Array, StepBuffers, StepMetadata
+from deepinfer.core.transfer import send
 from deepinfer.models.interface import Model, StepBatch, Tap
 from deepinfer.ops.runtime import Runtime
 
@@ -127,7 +128,7 @@ class Executor:
 
     def send(self, array: Int32Array) -> Tensor:
         """A host array on the device."""
-        return self._runtime.to_device(torch.from_numpy(np.ascontiguousarray(array)))
+        return send(self._runtime, array)
 
     def _pinned(self, shape: tuple[int, ...]) -> Int32Array:
         array: Int32Array = self._runtime.pinned(shape, torch.int32).numpy()

@@ -13,6 +13,7 @@ from deepinfer.core.request import Request
 from deepinfer.core.row_shaping import RowShaping, ShapedRows
 from deepinfer.core.sampler import DeviceLogprobs, Sampler
 from deepinfer.core.step_buffers import Int32Array
+from deepinfer.core.transfer import send
 from deepinfer.ops.heads import gather_rows
 from deepinfer.ops.registry import OpTable
 from deepinfer.ops.sampling import process_logits
@@ -118,4 +119,4 @@ class LogprobTaker:
         return self._send(np.repeat(ids, widths, axis=0))
 
     def _send(self, array: Int32Array) -> Tensor:
-        return self._runtime.to_device(torch.from_numpy(np.ascontiguousarray(array)))
+        return send(self._runtime, array)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from deepinfer.core.shaping import Float32Array, RowFn, RowShape
 from deepinfer.core.step_buffers import Int32Array
+from deepinfer.core.transfer import send
 from deepinfer.ops import heads, sampling, shaping
 from deepinfer.ops.registry import OpTable
 
@@ -126,4 +127,4 @@ class RowShaping:
         return faults
 
     def _send(self, array: NDArray[Any]) -> Tensor:
-        return self._runtime.to_device(torch.from_numpy(np.ascontiguousarray(array)))
+        return send(self._runtime, array)

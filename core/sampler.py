@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from deepinfer.core.sampling_params import SamplingParams
+from deepinfer.core.transfer import send
 from deepinfer.ops import sampling, shaping, verification
 from deepinfer.ops.philox import Purpose
 from deepinfer.ops.registry import OpTable
@@ -246,4 +247,4 @@ class Sampler:
         return self.fetch_logprobs(self.device_logprobs(logits, there, num_top))
 
     def _send(self, array: NDArray[Any]) -> Tensor:
-        return self._runtime.to_device(torch.from_numpy(np.ascontiguousarray(array)))
+        return send(self._runtime, array)

@@ -59,10 +59,6 @@ class StepCost:
         self._moment = self._moment * _DECAY + x * seconds
         self.num_steps += 1
 
-    def per_row(self) -> float:
-        """Seconds that one more row costs; never negative."""
-        return max(float(self._solve()[1]), 0.0)
-
     def step(self, rows: int, context: int) -> float:
         """Expected seconds of a step."""
         return max(float(self._solve() @ np.array([1.0, rows, context / 1024])), 1e-9)

@@ -87,7 +87,7 @@ def index_k_store(
         slots: [T] int32; -1 writes nothing. Slots that are not -1 differ.
         ratio: tokens per record.
     """
-    write_records(cache, slots, rope(rms_norm(k, weight, eps), positions // ratio * ratio, cos_sin))
+    kv_norm_rope_store(k, weight, eps, positions, cos_sin, cache, slots, ratio)
 
 
 @define_op(tolerance=EXACT, determinism="D2", cases=caches.kv_gather_cases, dims={"dim": "cache:1", "kind": "cache"})
