@@ -121,8 +121,10 @@ class BoundOp(Generic[P, R]):
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Run the plan, with the memory it asked for at bind."""
+        if self.scratch is None and self.persistent is None:
+            return cast(R, self.plan.run(*args, **kwargs))
         options: dict[str, Any] = dict(kwargs)
-        if self.plan.scratch_bytes and self.scratch is not None:
+        if self.scratch is not None:
             options["scratch"] = self.scratch(self.plan.scratch_bytes)
         if self.persistent is not None:
             options["persistent"] = self.persistent
@@ -193,9 +195,10 @@ class OpTable:
             plan = chosen.bind(dims, self.context)
             kept = plan.persistent_bytes
             persistent = self.context.runtime.zeros((kept,), torch.uint8) if kept else None
-            if plan.scratch_bytes:
-                self._scratch(plan.scratch_bytes)  # taken now, so that no run allocates
-            return BoundOp(op, chosen.name, True, plan, dict(dims), self._scratch, persistent)
+            scratch = self._scratch if plan.scratch_bytes else None
+            if scratch is not None:
+                scratch(plan.scratch_bytes)  # taken now, so that no run allocates
+            return BoundOp(op, chosen.name, True, plan, dict(dims), scratch, persistent)
         if override is not None:
             raise OpArgumentError(f"override {op.name}={override} does not accept {dict(dims)}")
         if self.strict:
