@@ -17,7 +17,9 @@ from deepinfer.ops.kv import kv_gather
 from deepinfer.ops.numeric import round_like, rounded
 from deepinfer.ops.spec import Tolerance, define_op
 
-ATTENTION = Tolerance(3.01 / 128, 8e-4, sim=1e-5, why="fp32 sums in another order; probabilities may round to bf16")
+ATTENTION = Tolerance(
+    3.01 / 128, 8e-4, sim=1e-5, single=(1e-4, 1e-4), why="fp32 sums in another order; probabilities may round to bf16"
+)
 
 
 @define_op(
@@ -74,7 +76,7 @@ def sparse_attn(
 
 
 @define_op(
-    tolerance=Tolerance(2**-7, 1e-5, why="fp32 weights, one bf16 rounding"),
+    tolerance=Tolerance(2**-7, 1e-5, single=(1e-5, 1e-5), why="fp32 weights, one bf16 rounding"),
     determinism="D1",
     cases=caches.attn_merge_cases,
     dims={"heads": "o:2", "dim": "o:3"},

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Generic, Literal, ParamSpec, TypeVar
 
 import torch
@@ -35,6 +35,7 @@ class Tolerance:
         atol: absolute part, in the unit of the result.
         sim: bound on `1 - 2<x, y> / (|x|^2 + |y|^2)` over the whole result, in float64; None when not asked.
         off_by_one: fraction of quantised codes that may differ by one step, where a bf16 ulp before the quantiser does.
+        single: (rtol, atol) where no argument is bfloat16 and so nothing is rounded to it; None: as above.
         why: the reason for these numbers, shown in reports.
     """
 
@@ -42,7 +43,12 @@ class Tolerance:
     atol: float = 0.0
     sim: float | None = None
     off_by_one: float = 0.0
+    single: tuple[float, float] | None = None
     why: str = ""
+
+    def without_bfloat16(self) -> Tolerance:
+        """The bound on results whose arguments hold no bfloat16."""
+        return self if self.single is None else replace(self, rtol=self.single[0], atol=self.single[1])
 
     @property
     def exact(self) -> bool:

@@ -208,6 +208,8 @@ def _details(report: Report) -> str:
             )
             t = spec.tolerance
             bound = "equal bits" if t.exact else f"{t.atol:g} + {t.rtol:g} · |want|"
+            if t.single is not None:
+                bound += f" ({t.single[1]:g} + {t.single[0]:g} · |want| where nothing is bfloat16)"
             about = (
                 f'<p>{escape(spec.summary)}</p><p class="soft">{spec.determinism}; {bound}: {escape(t.why)}</p>'
                 f'<dl class="facts">{arguments}</dl>{histogram(_sum(r.histogram for r in rows), labels=True)}'

@@ -58,8 +58,7 @@ def test_every_op_has_cases_that_fit_its_contract(name) -> None:
     assert len({case.name for case in cases}) == len(cases), "case names are unique within an op"
     assert any(case.tag == "small" for case in cases)
     assert op.arguments and set(op.mutates) <= set(op.arguments)
-    assert all(word in op.tolerance.why + " " for word in " "), "a tolerance says why"
-    assert op.tolerance.why
+    assert op.tolerance.why, "a tolerance says why"
 
 
 @pytest.mark.parametrize("name", defined_ops())
