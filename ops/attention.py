@@ -16,9 +16,14 @@ from deepinfer.ops.formats import PagedCache
 from deepinfer.ops.kv import kv_gather
 from deepinfer.ops.numeric import round_like, rounded
 from deepinfer.ops.spec import Tolerance, define_op
+from deepinfer.ops.touches import at_records
 
 ATTENTION = Tolerance(
-    3.01 / 128, 8e-4, sim=1e-5, single=(1e-4, 1e-4), why="fp32 sums in another order; probabilities may round to bf16"
+    3.01 / 128,
+    2e-3,  # few keys with large probabilities: two roundings of each, up to four standard deviations
+    sim=1e-5,
+    single=(1e-4, 1e-4),
+    why="fp32 sums in another order; probabilities may round to bf16 against another maximum",
 )
 
 
@@ -27,6 +32,8 @@ ATTENTION = Tolerance(
     determinism="D2",
     cases=caches.sparse_attn_cases,
     dims={"heads": "q:1", "dim": "q:2", "window_kind": "window_cache", "kv_kind": "kv_cache|none"},
+    touches={"window_cache": at_records("window_slots"), "kv_cache": at_records("kv_slots")},
+    results=lambda new, a: (new(tuple(a.q.shape), a.q.dtype), new(tuple(a.q.shape[:2]), torch.float32)),
 )
 def sparse_attn(
     q: Tensor,
@@ -80,6 +87,7 @@ def sparse_attn(
     determinism="D1",
     cases=caches.attn_merge_cases,
     dims={"heads": "o:2", "dim": "o:3"},
+    results=lambda new, a: (new(tuple(a.o.shape[1:]), a.out_dtype), new(tuple(a.o.shape[1:3]), torch.float32)),
 )
 def attn_merge(o: Tensor, lse: Tensor, out_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Merge partial attention results over splits of the keys, in ascending split order.

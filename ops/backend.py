@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 
+from deepinfer.ops.errors import BackendUnavailableError
 from deepinfer.ops.spec import API_VERSION, OpSpec
 
 if TYPE_CHECKING:
@@ -58,8 +59,9 @@ class Plan(Protocol):
     def run(self, *inputs: Any, **options: Any) -> Any:
         """Run the op.
 
-        `scratch=` and `persistent=` are passed to a plan that asked for such bytes; `out=` to a capturable one, by the
-        suite and while a step is captured. Without `out` a run makes its results.
+        `scratch=` and `persistent=` are passed to a plan that asked for such bytes. A capturable plan of an op that
+        returns something is given `out=`, a tree of the op's results in memory of the engine: it writes them there and
+        returns it. Without `out` a run makes its results.
         """
         ...
 
@@ -108,6 +110,7 @@ class Implementation:
         batch_invariant: False marks a faster form that is only chosen with `batch_invariant=False`.
         module: where it is written; its file is part of the kernel's source (`deepinfer.ops.proof`).
         sources: other files of that source, as globs beside the module's file.
+        interpreted: False for a kernel that the backend's emulated form cannot run.
     """
 
     op: OpSpec[..., Any]
@@ -118,6 +121,7 @@ class Implementation:
     batch_invariant: bool = True
     module: str = ""
     sources: tuple[str, ...] = ()
+    interpreted: bool = True
 
 
 def _always(dims: Dims) -> bool:
@@ -139,6 +143,8 @@ class Backend:
         sources: files that all its kernels are made of, as globs beside the file of any of its op modules; an edit of
             one of them takes back what was proven.
         software: its device exists only in software; there are no kernels of its own to prove with the model's shapes.
+        emulation: makes this process one that interprets the kernels on the host, and gives the runtime for that; None
+            where there is no interpreter. Called before any kernel is imported.
     """
 
     name: str
@@ -150,6 +156,7 @@ class Backend:
     api_version: int = API_VERSION
     sources: tuple[str, ...] = ()
     software: bool = False
+    emulation: Callable[[], Runtime] | None = None
     implementations: list[Implementation] = field(default_factory=list, repr=False)
     _loaded: bool = field(default=False, repr=False)
 
@@ -159,6 +166,26 @@ class Backend:
             for module in self.op_modules:
                 importlib.import_module(module)
             self._loaded = True
+
+    def emulated(self) -> Backend:
+        """This backend with its kernels interpreted on the host: what passes there is proven as "emulated".
+
+        Call it in a process that has not loaded the backend's kernels; those that no interpreter runs are left out.
+
+        Raises:
+            BackendUnavailableError: there is no interpreter for it, or not in this process.
+        """
+        if self.emulation is None:
+            raise BackendUnavailableError(f"backend {self.name!r} has no emulated form")
+        runtime = self.emulation()
+        self.load()
+        return replace(
+            self,
+            device_type=runtime.device.type,
+            probe=lambda: Availability(True),
+            runtime=lambda: runtime,
+            implementations=[i for i in self.implementations if i.interpreted],
+        )
 
     def implements(
         self,
@@ -205,6 +232,7 @@ class Backend:
         priority: int = 0,
         batch_invariant: bool = True,
         sources: tuple[str, ...] = (),
+        interpreted: bool = True,
     ) -> Callable[[Callable[[Dims, BindContext], Plan]], Callable[[Dims, BindContext], Plan]]:
         """Register a `bind(dims, ctx) -> Plan` for kernels that want scratch, persistent memory or capture."""
 
@@ -220,6 +248,7 @@ class Backend:
                     batch_invariant,
                     module=bind.__module__,
                     sources=self.sources + sources,
+                    interpreted=interpreted,
                 )
             )
             return bind

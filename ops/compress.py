@@ -11,6 +11,7 @@ from torch import Tensor
 from deepinfer.ops.cases import trunk
 from deepinfer.ops.numeric import rounded
 from deepinfer.ops.spec import Tolerance, define_op
+from deepinfer.ops.touches import at_rows
 
 
 @define_op(
@@ -19,6 +20,8 @@ from deepinfer.ops.spec import Tolerance, define_op
     determinism="D2",
     cases=trunk.kv_compress_cases,
     dims={"ratio": "ratio", "dim": "value:1"},
+    touches={"state": at_rows("state_slots")},
+    results=lambda new, a: new(tuple(a.value.shape), a.out_dtype),
 )
 def kv_compress(
     gate: Tensor,

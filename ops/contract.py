@@ -52,6 +52,7 @@ class Rules:
         packed: arguments that must be contiguous; all others may be any view (sliced, transposed, expanded).
         row_axis: axis of the results that counts rows.
         padding: integer that a padding row holds, by argument; in others a padding row may hold anything legal.
+        host: arguments that may be host tensors on any device, such as memory-mapped tables.
     """
 
     aliasing: str = "results are new memory; an argument is written only where `mutates` names it"
@@ -61,6 +62,7 @@ class Rules:
     packed: tuple[str, ...] = ()
     row_axis: int = 0
     padding: Mapping[str, int] = field(default_factory=dict)
+    host: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

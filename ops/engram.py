@@ -13,10 +13,19 @@ from deepinfer.ops.contract import Rules
 from deepinfer.ops.formats import QTensor
 from deepinfer.ops.numeric import accumulate, rounded
 from deepinfer.ops.quant import dequantize
+from deepinfer.ops.results import like
 from deepinfer.ops.spec import EXACT, Tolerance, define_op
+from deepinfer.ops.touches import at_rows
 
 
-@define_op(tolerance=EXACT, determinism="D2", cases=trunk.engram_ngrams_cases, dims={"n": "history:1"})
+@define_op(
+    tolerance=EXACT,
+    determinism="D2",
+    cases=trunk.engram_ngrams_cases,
+    dims={"n": "history:1"},
+    touches={"token_map": at_rows("input_ids", "history", lambda a: torch.tensor([a.pad_token_id]))},
+    results=lambda new, a: new((a.input_ids.shape[0], a.history.shape[1] + 1), torch.int32),
+)
 def engram_ngrams(
     input_ids: Tensor,
     row_to_seq: Tensor,
@@ -64,7 +73,12 @@ def engram_ngrams(
 
 
 @define_op(
-    tolerance=EXACT, determinism="D2", cases=trunk.engram_hash_cases, dims={"n": "ngrams:1"}, rules=Rules(row_axis=1)
+    tolerance=EXACT,
+    determinism="D2",
+    cases=trunk.engram_hash_cases,
+    dims={"n": "ngrams:1"},
+    rules=Rules(row_axis=1),
+    results=lambda new, a: new((a.primes.shape[0], a.ngrams.shape[0], a.primes.shape[1]), torch.int32),
 )
 def engram_hash(ngrams: Tensor, multipliers: Tensor, primes: Tensor, offsets: Tensor) -> Tensor:
     """Table rows of each token's n-grams, for every Engram layer.
@@ -90,7 +104,15 @@ def engram_hash(ngrams: Tensor, multipliers: Tensor, primes: Tensor, offsets: Te
     return torch.cat(rows, -1).int()
 
 
-@define_op(tolerance=EXACT, determinism="D2", cases=trunk.engram_fetch_cases, dims={"width": "table:1"})
+@define_op(
+    tolerance=EXACT,
+    determinism="D2",
+    cases=trunk.engram_fetch_cases,
+    dims={"width": "table:1"},
+    rules=Rules(host=("table",)),
+    touches={"table": at_rows("rows")},
+    results=lambda new, a: new((a.rows.shape[0], a.rows.shape[1] * a.table.shape[1]), a.out_dtype),
+)
 def engram_fetch(table: Tensor | QTensor, rows: Tensor, out_dtype: torch.dtype) -> Tensor:
     """Gather table rows, dequantise and lay them side by side.
 
@@ -116,6 +138,7 @@ def engram_fetch(table: Tensor | QTensor, rows: Tensor, out_dtype: torch.dtype) 
     determinism="D2",
     cases=trunk.engram_gate_cases,
     dims={"streams": "h:1", "hidden": "h:2"},
+    results=like("h"),
 )
 def engram_gate(
     h: Tensor, kv: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float, blocked: Tensor | None = None

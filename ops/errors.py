@@ -49,9 +49,36 @@ class CaptureError(DeviceError):
     """A step did something that a graph cannot hold: an allocation, a host read, a synchronisation."""
 
 
-class RankDeadError(DeviceError):
-    """Another rank of the group died, so work that waits for it never ends; `rank` says which."""
+class HostSyncError(DeviceError):
+    """The host was about to wait for the device where it must not (`deepinfer.ops.sync_guard`); it says both."""
 
-    def __init__(self, rank: int, message: str) -> None:
+    def __init__(self, call: str, during: str) -> None:
+        self.call = call
+        super().__init__(
+            f"{call} would make the host wait during {during}. Keep the value on the device, read it where the step is "
+            "collected, or say why this must wait with runtime.sync_guard.permit(reason)."
+        )
+
+
+class CollectiveError(DeviceError):
+    """A collective did not come to its end on this rank, and its communicator is of no use any more.
+
+    Attributes:
+        rank: whose fault it was, as the whole job counts ranks.
+        op: the collective, or "join" while ranks meet.
+        seconds: how long this rank had waited.
+    """
+
+    def __init__(self, rank: int, op: str, seconds: float, what: str) -> None:
         self.rank = rank
-        super().__init__(message)
+        self.op = op
+        self.seconds = seconds
+        super().__init__(f"{op}: rank {rank} {what} ({seconds:.1f} s after this rank began to wait)")
+
+
+class RankLostError(CollectiveError):
+    """A rank is gone: its process ended or its device was lost. Start the group again, without it or with another."""
+
+
+class CollectiveTimeoutError(CollectiveError):
+    """A rank did not take part in time, and may be alive: look what holds it up, or allow more time."""

@@ -8,6 +8,7 @@ Source: DeepSeek-V4.1-Flash checkpoint, quantisation of weights and caches (mode
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -141,3 +142,23 @@ class PagedCache:
     def num_slots(self) -> int:
         """Slots in all pages, page 0 included."""
         return int(self.data.shape[0]) * self.records
+
+    def record_views(self, start: int, stop: int) -> Iterator[Tensor]:
+        """Views of the bytes of slots [start, stop), and of no others; whole pages in one."""
+        fmt = self.format
+        while start < stop:
+            page, offset = divmod(start, self.records)
+            pages = (stop - start) // self.records if offset == 0 else 0
+            if pages:
+                yield self.data[page : page + pages]
+                start += pages * self.records
+                continue
+            end = min(offset + stop - start, self.records)
+            row = self.data[page]
+            if fmt.layout == "sectioned":
+                yield row[offset * fmt.code_bytes : end * fmt.code_bytes]
+                scales = row[self.records * fmt.code_bytes :]
+                yield scales[offset * fmt.scale_bytes : end * fmt.scale_bytes]
+            else:
+                yield row[offset * fmt.record_bytes : end * fmt.record_bytes]
+            start += end - offset

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from deepinfer.ops.cases import ends, trunk
 from deepinfer.ops.numeric import accumulate, rounded, row_products
+from deepinfer.ops.results import New, float32_like, int32_like, rows_like
 from deepinfer.ops.spec import EXACT, Tolerance, define_op
+from deepinfer.ops.touches import at_rows
 
 
-@define_op(tolerance=EXACT, determinism="D2", cases=ends.embedding_cases, dims={"hidden": "weight:1"})
+@define_op(
+    tolerance=EXACT,
+    determinism="D2",
+    cases=ends.embedding_cases,
+    dims={"hidden": "weight:1"},
+    touches={"weight": at_rows("input_ids")},
+    results=lambda new, a: new((a.input_ids.shape[0], a.weight.shape[1]), a.out_dtype),
+)
 def embedding(weight: Tensor, input_ids: Tensor, out_dtype: torch.dtype) -> Tensor:
     """Rows of the embedding table.
 
@@ -25,7 +36,13 @@ def embedding(weight: Tensor, input_ids: Tensor, out_dtype: torch.dtype) -> Tens
     return weight[input_ids.long()].to(out_dtype)
 
 
-@define_op(tolerance=EXACT, determinism="D2", cases=ends.gather_rows_cases)
+@define_op(
+    tolerance=EXACT,
+    determinism="D2",
+    cases=ends.gather_rows_cases,
+    touches={"x": at_rows("rows")},
+    results=lambda new, a: rows_like(new, a.x, a.rows.shape[0]),
+)
 def gather_rows(x: Tensor, rows: Tensor) -> Tensor:
     """Selected rows.
 
@@ -39,13 +56,29 @@ def gather_rows(x: Tensor, rows: Tensor) -> Tensor:
     return x[rows.long()]
 
 
-@define_op(tolerance=EXACT, determinism="D2", cases=ends.concat_columns_cases)
+@define_op(
+    tolerance=EXACT,
+    determinism="D2",
+    cases=ends.concat_columns_cases,
+    results=lambda new, a: new((a.parts[0].shape[0], sum(p.shape[1] for p in a.parts)), a.parts[0].dtype),
+)
 def concat_columns(parts: tuple[Tensor, ...]) -> Tensor:
     """Columns of several [T, Ni] tensors of one dtype, at least one, side by side: [T, sum Ni]."""
     return torch.cat(parts, dim=1)
 
 
-@define_op(tolerance=EXACT, determinism="D2", cases=ends.draft_rows_cases, dims={"num_tokens": "num_tokens"})
+def _block_rows(new: New, a: Any) -> tuple[Tensor, ...]:
+    count = a.anchor_ids.shape[0] * a.num_tokens
+    return *(new((count,), torch.int32) for _ in range(5)), new((count, a.num_tokens), torch.int32)
+
+
+@define_op(
+    tolerance=EXACT,
+    determinism="D2",
+    cases=ends.draft_rows_cases,
+    dims={"num_tokens": "num_tokens"},
+    results=_block_rows,
+)
 def draft_rows(
     anchor_ids: Tensor, anchor_positions: Tensor, seqs: Tensor, num_tokens: int, noise_id: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -72,7 +105,12 @@ def draft_rows(
     return ids, position + place, position - 1, seq, row, block
 
 
-@define_op(tolerance=EXACT, determinism="D2", cases=ends.known_ids_cases)
+@define_op(
+    tolerance=EXACT,
+    determinism="D2",
+    cases=ends.known_ids_cases,
+    results=int32_like("token_ids"),
+)
 def known_ids(token_ids: Tensor, fallback: int) -> Tensor:
     """Token ids, with one that exists in place of every -1.
 
@@ -91,6 +129,8 @@ def known_ids(token_ids: Tensor, fallback: int) -> Tensor:
     determinism="D2",
     cases=ends.markov_logits_cases,
     dims={"rank": "head:1"},
+    touches={"embed": at_rows("token_ids")},
+    results=float32_like("base"),
 )
 def markov_logits(base: Tensor, token_ids: Tensor, embed: Tensor, head: Tensor) -> Tensor:
     """Draft logits of one place in the chain: base logits plus a rank-limited bias of the token before it.
@@ -113,6 +153,8 @@ def markov_logits(base: Tensor, token_ids: Tensor, embed: Tensor, head: Tensor) 
     determinism="D2",
     cases=ends.draft_confidence_cases,
     dims={"hidden": "hidden:1"},
+    touches={"embed": at_rows("token_ids")},
+    results=lambda new, a: new((a.hidden.shape[0],), torch.float32),
 )
 def draft_confidence(hidden: Tensor, token_ids: Tensor, embed: Tensor, proj: Tensor, temperature: float) -> Tensor:
     """Confidence that a drafted token will be accepted.
@@ -136,6 +178,7 @@ def draft_confidence(hidden: Tensor, token_ids: Tensor, embed: Tensor, proj: Ten
     determinism="D2",
     cases=trunk.stream_mean_cases,
     dims={"streams": "h:1", "hidden": "h:2"},
+    results=lambda new, a: new((a.h.shape[0], a.h.shape[2]), a.h.dtype),
 )
 def stream_mean(h: Tensor) -> Tensor:
     """Mean over the residual streams, the draft's feature.

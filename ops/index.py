@@ -5,6 +5,8 @@ Source: the lightning indexer and candidate pool of DeepSeek-V4.1-Flash (model s
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -13,15 +15,23 @@ from deepinfer.ops.contract import Rules
 from deepinfer.ops.formats import PagedCache, QTensor, QuantFormat
 from deepinfer.ops.numeric import plain, round_like
 from deepinfer.ops.quant import quantize, read_records
+from deepinfer.ops.results import New, int32_like, nothing, plain_or_codes, rows_like
 from deepinfer.ops.rope import rope
 from deepinfer.ops.spec import EXACT, Tolerance, define_op
+from deepinfer.ops.touches import at_records, at_rows
 
 SCORES = Tolerance(
     2**-7, 1e-5, sim=1e-5, single=(1e-4, 1e-4), why="fp32 dot products in another order, bf16 rounding points"
 )
 
 
-@define_op(tolerance=EXACT, determinism="D2", cases=lists.build_swa_index_cases, dims={"window": "window"})
+@define_op(
+    tolerance=EXACT,
+    determinism="D2",
+    cases=lists.build_swa_index_cases,
+    dims={"window": "window"},
+    results=lambda new, a: new((a.positions.shape[0], a.window), torch.int32),
+)
 def build_swa_index(
     positions: Tensor,
     row_to_seq: Tensor,
@@ -54,7 +64,13 @@ def build_swa_index(
     return torch.where(held & (page > 0), slot, -1).int()
 
 
-@define_op(mutates=("indices",), tolerance=EXACT, determinism="D2", cases=choosing.clip_window_cases)
+@define_op(
+    mutates=("indices",),
+    tolerance=EXACT,
+    determinism="D2",
+    cases=choosing.clip_window_cases,
+    results=nothing,
+)
 def clip_window(indices: Tensor, positions: Tensor, row_to_seq: Tensor, starts: Tensor) -> None:
     """Hide from each row's window the positions before its sequence's start, in place.
 
@@ -76,7 +92,12 @@ def clip_window(indices: Tensor, positions: Tensor, row_to_seq: Tensor, starts: 
     indices.masked_fill_(hidden, -1)
 
 
-@define_op(tolerance=EXACT, determinism="D2", cases=lists.build_dense_index_cases)
+@define_op(
+    tolerance=EXACT,
+    determinism="D2",
+    cases=lists.build_dense_index_cases,
+    results=lambda new, a: new((a.visible_lens.shape[0], a.num_columns), torch.int32),
+)
 def build_dense_index(visible_lens: Tensor, num_columns: int) -> Tensor:
     """Every visible compressed position of each row: 0, 1, ... then -1.
 
@@ -91,7 +112,12 @@ def build_dense_index(visible_lens: Tensor, num_columns: int) -> Tensor:
     return torch.where(column < visible_lens[:, None], column, -1).int()
 
 
-@define_op(tolerance=EXACT, determinism="D2", cases=lists.concat_index_cases)
+@define_op(
+    tolerance=EXACT,
+    determinism="D2",
+    cases=lists.concat_index_cases,
+    results=lambda new, a: new((a.first.shape[0], a.first.shape[1] + a.second.shape[1]), torch.int32),
+)
 def concat_index(first: Tensor, second: Tensor) -> Tensor:
     """Two index lists side by side.
 
@@ -105,7 +131,12 @@ def concat_index(first: Tensor, second: Tensor) -> Tensor:
     return torch.cat((first, second), dim=1)
 
 
-@define_op(tolerance=EXACT, determinism="D2", cases=lists.visible_lens_cases)
+@define_op(
+    tolerance=EXACT,
+    determinism="D2",
+    cases=lists.visible_lens_cases,
+    results=int32_like("positions"),
+)
 def visible_lens(positions: Tensor, ratio: int) -> Tensor:
     """Compressed entries that exist for each row: `(position + 1) // ratio`.
 
@@ -119,7 +150,12 @@ def visible_lens(positions: Tensor, ratio: int) -> Tensor:
     return ((positions + 1) // ratio).int()
 
 
-@define_op(tolerance=EXACT, determinism="D2", cases=lists.uniform_lens_cases)
+@define_op(
+    tolerance=EXACT,
+    determinism="D2",
+    cases=lists.uniform_lens_cases,
+    results=lambda new, a: new((a.like.shape[0],), torch.int32),
+)
 def uniform_lens(like: Tensor, value: int) -> Tensor:
     """The same length for every row of `like`.
 
@@ -133,13 +169,24 @@ def uniform_lens(like: Tensor, value: int) -> Tensor:
     return torch.full((like.shape[0],), value, dtype=torch.int32, device=like.device)
 
 
-@define_op(tolerance=EXACT, determinism="D2", cases=lists.concat_rows_cases)
+@define_op(
+    tolerance=EXACT,
+    determinism="D2",
+    cases=lists.concat_rows_cases,
+    results=lambda new, a: rows_like(new, a.parts[0], sum(p.shape[0] for p in a.parts)),
+)
 def concat_rows(parts: tuple[Tensor, ...]) -> Tensor:
     """Rows of several [Ti, N] tensors of one dtype below each other: [sum Ti, N]."""
     return torch.cat(parts)
 
 
-@define_op(mutates=("indices",), tolerance=EXACT, determinism="D2", cases=choosing.logical_to_slot_cases)
+@define_op(
+    mutates=("indices",),
+    tolerance=EXACT,
+    determinism="D2",
+    cases=choosing.logical_to_slot_cases,
+    results=nothing,
+)
 def logical_to_slot(indices: Tensor, block_size: int, block_table: Tensor, row_to_seq: Tensor) -> None:
     """Turn positions within a sequence into physical cache slots, in place.
 
@@ -163,6 +210,8 @@ def logical_to_slot(indices: Tensor, block_size: int, block_table: Tensor, row_t
     determinism="D2",
     cases=choosing.index_q_quant_cases,
     dims={"heads": "q:1", "dim": "q:2", "fmt": "fmt|f32"},
+    touches={"cos_sin": at_rows("positions")},
+    results=plain_or_codes("q"),
 )
 def index_q_quant(q: Tensor, positions: Tensor, cos_sin: Tensor, fmt: QuantFormat | None) -> Tensor | QTensor:
     """Rotate the index heads and quantise them like index keys.
@@ -185,6 +234,29 @@ def _scores(q: Tensor, keys: Tensor, weights: Tensor, activation: torch.dtype) -
     dots = round_like(torch.einsum("thd,tnd->thn", q, keys), activation)
     gated = round_like(dots.relu() * weights.to(dots.dtype)[..., None], activation)
     return round_like(gated.sum(1), activation)
+
+
+def _slots(index: Tensor, cache: PagedCache, block_table: Tensor, row_to_seq: Tensor) -> Tensor:
+    """Slots of compressed positions [T, n] in each row's sequence; -1 stays -1."""
+    slots = index.clone()
+    logical_to_slot(slots, cache.records, block_table, row_to_seq)
+    return slots
+
+
+def _candidates(visible: Tensor, blocks: Tensor, candidate_block: int) -> Tensor:
+    """[T, B * candidate_block] int32 visible positions of candidate blocks, -1 elsewhere."""
+    offset = torch.arange(candidate_block, device=blocks.device)
+    position = (blocks.long()[..., None] * candidate_block + offset).flatten(1)
+    valid = (blocks >= 0).repeat_interleave(candidate_block, 1) & (position < visible.long()[:, None])
+    return torch.where(valid, position, -1).int()
+
+
+def _visible_slots(a: Any) -> Tensor:
+    return _slots(build_dense_index(a.visible, a.num_columns), a.cache, a.block_table, a.row_to_seq)
+
+
+def _candidate_slots(a: Any) -> Tensor:
+    return _slots(_candidates(a.visible, a.blocks, a.candidate_block), a.cache, a.block_table, a.row_to_seq)
 
 
 @define_op(
@@ -224,6 +296,8 @@ def index_logits_ragged(
     determinism="D2",
     cases=choosing.index_logits_paged_cases,
     dims={"heads": "q:1", "dim": "q:2", "fmt": "q|f32"},
+    touches={"cache": at_records(_visible_slots)},
+    results=lambda new, a: new((a.q.shape[0], a.num_columns), torch.float32),
 )
 def index_logits_paged(
     q: Tensor | QTensor,
@@ -256,6 +330,8 @@ def index_logits_paged(
     determinism="D2",
     cases=choosing.index_logits_blocks_cases,
     dims={"heads": "q:1", "dim": "q:2", "fmt": "q|f32", "block": "candidate_block"},
+    touches={"cache": at_records(_candidate_slots)},
+    results=lambda new, a: new((a.q.shape[0], a.blocks.shape[1] * a.candidate_block), torch.float32),
 )
 def index_logits_blocks(
     q: Tensor | QTensor,
@@ -282,10 +358,7 @@ def index_logits_blocks(
     Returns:
         [T, B * candidate_block] float32; -inf where the block is -1 or the position is not visible.
     """
-    offset = torch.arange(candidate_block, device=blocks.device)
-    position = (blocks.long()[..., None] * candidate_block + offset).flatten(1)
-    valid = (blocks >= 0).repeat_interleave(candidate_block, 1) & (position < visible.long()[:, None])
-    index = torch.where(valid, position, -1).int()
+    index = _candidates(visible, blocks, candidate_block)
     return _stored_scores(q, cache, weights, index, block_table, row_to_seq)
 
 
@@ -298,11 +371,15 @@ def _stored_scores(
     row_to_seq: Tensor,
 ) -> Tensor:
     wide = torch.float64 if weights.dtype == torch.float64 else torch.float32
-    slots = index.clone()
-    logical_to_slot(slots, cache.records, block_table, row_to_seq)
+    slots = _slots(index, cache, block_table, row_to_seq)
     keys = read_records(cache, slots.clamp(min=0), wide)
     scores = _scores(plain(q, wide), keys, weights, weights.dtype)
     return scores.masked_fill(slots < 0, -torch.inf).to(wide)
+
+
+def _block_scores(new: New, a: Any) -> tuple[Tensor, Tensor]:
+    num_rows, num_columns = a.logits.shape
+    return new((num_rows, -(-num_columns // a.block)), torch.float32), new((num_rows,), torch.int32)
 
 
 @define_op(
@@ -311,6 +388,7 @@ def _stored_scores(
     cases=choosing.block_max_cases,
     dims={"block": "block"},
     rules=Rules(nan="counts as -inf"),
+    results=_block_scores,
 )
 def block_max(logits: Tensor, lens: Tensor, block: int) -> tuple[Tensor, Tensor]:
     """Best score of each candidate block; the block with the newest visible entry is forced in.
@@ -344,6 +422,7 @@ def block_max(logits: Tensor, lens: Tensor, block: int) -> tuple[Tensor, Tensor]
     cases=choosing.topk_select_cases,
     dims={"k": "k"},
     rules=Rules(nan="counts as -inf"),
+    results=lambda new, a: new((a.x.shape[0], a.k), torch.int32),
 )
 def topk_select(x: Tensor, k: int, lens: Tensor) -> Tensor:
     """Exact top-k of the first `lens` columns of each row; ties go to the smaller index; NaN counts as -inf.
@@ -368,7 +447,13 @@ def topk_select(x: Tensor, k: int, lens: Tensor) -> Tensor:
     return torch.nn.functional.pad(chosen, (0, k - width), value=-1)
 
 
-@define_op(tolerance=EXACT, determinism="D2", cases=choosing.blocks_to_positions_cases, dims={"block": "block"})
+@define_op(
+    tolerance=EXACT,
+    determinism="D2",
+    cases=choosing.blocks_to_positions_cases,
+    dims={"block": "block"},
+    results=int32_like("indices"),
+)
 def blocks_to_positions(indices: Tensor, blocks: Tensor, block: int) -> Tensor:
     """Columns of packed candidate scores back to compressed positions.
 

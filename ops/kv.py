@@ -10,8 +10,10 @@ from deepinfer.ops.contract import Rules
 from deepinfer.ops.formats import PagedCache
 from deepinfer.ops.norm import rms_norm
 from deepinfer.ops.quant import read_records, write_records
+from deepinfer.ops.results import like, nothing
 from deepinfer.ops.rope import rope
 from deepinfer.ops.spec import EXACT, Tolerance, define_op
+from deepinfer.ops.touches import at_records, at_rows
 
 STORE = Tolerance(
     2**-7,
@@ -29,6 +31,8 @@ STORE = Tolerance(
     cases=caches.kv_norm_rope_store_cases,
     dims={"dim": "kv:1", "kind": "cache"},
     rules=Rules(padding={"slots": -1}),
+    touches={"cache": at_records("slots"), "cos_sin": at_rows(lambda a: a.positions // a.ratio * a.ratio)},
+    results=like("kv"),
 )
 def kv_norm_rope_store(
     kv: Tensor,
@@ -68,6 +72,8 @@ def kv_norm_rope_store(
     cases=caches.index_k_store_cases,
     dims={"dim": "k:1", "kind": "cache"},
     rules=Rules(padding={"slots": -1}),
+    touches={"cache": at_records("slots"), "cos_sin": at_rows(lambda a: a.positions // a.ratio * a.ratio)},
+    results=nothing,
 )
 def index_k_store(
     k: Tensor,
@@ -94,7 +100,14 @@ def index_k_store(
     kv_norm_rope_store(k, weight, eps, positions, cos_sin, cache, slots, ratio)
 
 
-@define_op(tolerance=EXACT, determinism="D2", cases=caches.kv_gather_cases, dims={"dim": "cache:1", "kind": "cache"})
+@define_op(
+    tolerance=EXACT,
+    determinism="D2",
+    cases=caches.kv_gather_cases,
+    dims={"dim": "cache:1", "kind": "cache"},
+    touches={"cache": at_records("slots")},
+    results=lambda new, a: new((*a.slots.shape, a.cache.format.head_dim), a.dtype),
+)
 def kv_gather(cache: PagedCache, slots: Tensor, dtype: torch.dtype) -> Tensor:
     """Dequantise records into a dense tensor; exact.
 
@@ -116,6 +129,8 @@ def kv_gather(cache: PagedCache, slots: Tensor, dtype: torch.dtype) -> Tensor:
     determinism="D1",
     cases=caches.copy_blocks_cases,
     rules=Rules(nan="bytes are moved, whatever they mean"),
+    touches={"pool": at_rows("sources", "destinations", written="destinations")},
+    results=nothing,
 )
 def copy_blocks(pool: Tensor, sources: Tensor, destinations: Tensor) -> None:
     """Copy whole blocks or pages inside a pool.

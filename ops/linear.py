@@ -24,6 +24,7 @@ def _accumulator(x: Tensor | QTensor) -> torch.dtype:
     determinism="D2",
     cases=products.linear_mx_cases,
     dims={"n": "weight:0", "k": "weight:1", "weight": "weight", "x": "x|plain"},
+    results=lambda new, a: new((a.x.shape[0], a.weight.shape[0]), a.out_dtype),
 )
 def linear_mx(x: Tensor | QTensor, weight: QTensor, out_dtype: torch.dtype, acc: Tensor | None = None) -> Tensor:
     """Product with a quantised weight.
@@ -47,6 +48,7 @@ def linear_mx(x: Tensor | QTensor, weight: QTensor, out_dtype: torch.dtype, acc:
     determinism="D2",
     cases=products.linear_bf16_cases,
     dims={"n": "weight:0", "k": "weight:1", "weight": "weight.dtype"},
+    results=lambda new, a: new((a.x.shape[0], a.weight.shape[0]), a.out_dtype),
 )
 def linear_bf16(x: Tensor, weight: Tensor, out_dtype: torch.dtype, out_scale: float = 1.0) -> Tensor:
     """Product with a plain weight (bfloat16 or float32 storage).
@@ -69,6 +71,7 @@ def linear_bf16(x: Tensor, weight: Tensor, out_dtype: torch.dtype, out_scale: fl
     determinism="D2",
     cases=products.linear_grouped_o_cases,
     dims={"groups": "weight:0", "n": "weight:1", "k": "weight:2"},
+    results=lambda new, a: new((*a.x.shape[:2], a.weight.shape[1]), a.x.dtype),
 )
 def linear_grouped_o(x: Tensor, weight: Tensor | QTensor) -> Tensor:
     """The grouped half of the output projection: each group of heads has its own matrix.

@@ -6,15 +6,34 @@ Source: mHC of DeepSeek-V4.1-Flash (model specification, section 5); manifold-co
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from deepinfer.ops.cases import trunk
 from deepinfer.ops.norm import rms_norm
 from deepinfer.ops.numeric import accumulate, rounded, row_products
+from deepinfer.ops.results import New, like
 from deepinfer.ops.spec import Tolerance, define_op
 
 STREAMS = Tolerance(2**-7, 1e-6, single=(1e-5, 1e-6), why="fp32 sums over four streams, one bf16 rounding")
+
+
+def _mixes(new: New, rows: int, streams: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Read and write weights and the combination of streams."""
+    pre, post = (new((rows, streams), torch.float32) for _ in range(2))
+    return pre, post, new((rows, streams, streams), torch.float32)
+
+
+def _streams(new: New, a: Any) -> tuple[Tensor, Tensor]:
+    rows, hidden = a.x.shape
+    return new((rows, a.streams, hidden), a.x.dtype), new((rows, a.streams), torch.float32)
+
+
+def _step(new: New, a: Any) -> tuple[Tensor, ...]:
+    rows, streams, hidden = a.h.shape
+    return new((rows, streams, hidden), a.h.dtype), new((rows, hidden), a.h.dtype), *_mixes(new, rows, streams)
 
 
 @define_op(
@@ -22,6 +41,7 @@ STREAMS = Tolerance(2**-7, 1e-6, single=(1e-5, 1e-6), why="fp32 sums over four s
     determinism="D2",
     cases=trunk.mhc_prenorm_mix_cases,
     dims={"streams": "h:1", "hidden": "h:2"},
+    results=lambda new, a: new((a.h.shape[0], a.fn.shape[0]), torch.float32),
 )
 def mhc_prenorm_mix(h: Tensor, fn: Tensor, eps: float) -> Tensor:
     """Mixing logits of each row: `(s fn^T) / sqrt(mean(s^2) + eps)` with s the streams side by side.
@@ -42,6 +62,7 @@ def mhc_prenorm_mix(h: Tensor, fn: Tensor, eps: float) -> Tensor:
     tolerance=Tolerance(1e-5, 1e-6, why="fp32 sigmoid, exponential and 20 normalisations"),
     determinism="D2",
     cases=trunk.mhc_split_sinkhorn_cases,
+    results=lambda new, a: _mixes(new, a.mix.shape[0], int((a.mix.shape[1] + 1) ** 0.5) - 1),
 )
 def mhc_split_sinkhorn(
     mix: Tensor, scale: Tensor, base: Tensor, iters: int, eps: float
@@ -73,7 +94,13 @@ def mhc_split_sinkhorn(
     return pre, post, comb
 
 
-@define_op(tolerance=STREAMS, determinism="D2", cases=trunk.mhc_apply_cases, dims={"streams": "h:1", "hidden": "h:2"})
+@define_op(
+    tolerance=STREAMS,
+    determinism="D2",
+    cases=trunk.mhc_apply_cases,
+    dims={"streams": "h:1", "hidden": "h:2"},
+    results=lambda new, a: new((a.h.shape[0], a.h.shape[2]), a.h.dtype),
+)
 def mhc_apply(h: Tensor, pre: Tensor) -> Tensor:
     """Read the streams: `sum_i pre_i h_i`.
 
@@ -88,7 +115,13 @@ def mhc_apply(h: Tensor, pre: Tensor) -> Tensor:
     return (wide * pre.to(wide.dtype)[..., None]).sum(1).to(h.dtype)
 
 
-@define_op(tolerance=STREAMS, determinism="D2", cases=trunk.mhc_post_cases, dims={"streams": "h:1", "hidden": "h:2"})
+@define_op(
+    tolerance=STREAMS,
+    determinism="D2",
+    cases=trunk.mhc_post_cases,
+    dims={"streams": "h:1", "hidden": "h:2"},
+    results=like("h"),
+)
 def mhc_post(y: Tensor, h: Tensor, post: Tensor, comb: Tensor) -> Tensor:
     """Write a sublayer's output back: `post_j y + sum_i comb_ij h_i`.
 
@@ -107,7 +140,11 @@ def mhc_post(y: Tensor, h: Tensor, post: Tensor, comb: Tensor) -> Tensor:
 
 
 @define_op(
-    tolerance=STREAMS, determinism="D2", cases=trunk.mhc_expand_cases, dims={"streams": "streams", "hidden": "x:1"}
+    tolerance=STREAMS,
+    determinism="D2",
+    cases=trunk.mhc_expand_cases,
+    dims={"streams": "streams", "hidden": "x:1"},
+    results=_streams,
 )
 def mhc_expand(x: Tensor, streams: int) -> tuple[Tensor, Tensor]:
     """Start of the trunk: every stream is the embedding, and the first one is read.
@@ -124,7 +161,13 @@ def mhc_expand(x: Tensor, streams: int) -> tuple[Tensor, Tensor]:
     return x[:, None].repeat(1, streams, 1), pre
 
 
-@define_op(tolerance=STREAMS, determinism="D2", cases=trunk.mhc_step_cases, dims={"streams": "h:1", "hidden": "h:2"})
+@define_op(
+    tolerance=STREAMS,
+    determinism="D2",
+    cases=trunk.mhc_step_cases,
+    dims={"streams": "h:1", "hidden": "h:2"},
+    results=_step,
+)
 def mhc_step(
     y: Tensor,
     h: Tensor,

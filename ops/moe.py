@@ -9,6 +9,7 @@ Source: MoE of DeepSeek-V4.1-Flash (model specification, section 7).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +20,9 @@ from deepinfer.ops.formats import QTensor, QuantFormat
 from deepinfer.ops.linear import PRODUCT
 from deepinfer.ops.numeric import accumulate, plain, rounded, row_products
 from deepinfer.ops.quant import quantize
+from deepinfer.ops.results import New, plain_or_codes, rows_like
 from deepinfer.ops.spec import EXACT, Tolerance, define_op
+from deepinfer.ops.touches import at_rows
 
 
 @dataclass(frozen=True)
@@ -33,11 +36,17 @@ class DispatchHandle:
     slot_to_row: Tensor
 
 
+def _choices(new: New, a: Any) -> tuple[Tensor, Tensor]:
+    shape = a.logits.shape[0], min(a.k, a.logits.shape[1])
+    return new(shape, torch.int64), new(shape, torch.float32)
+
+
 @define_op(
     tolerance=Tolerance(1e-6, 1e-9, why="fp32 softplus, square root and sum; choices must be equal"),
     determinism="D2",
     cases=products.moe_gate_cases,
     dims={"experts": "logits:1", "k": "k"},
+    results=_choices,
 )
 def moe_gate(
     logits: Tensor, bias: Tensor, image_bias: Tensor | None, image_mask: Tensor | None, k: int, scale: float
@@ -66,11 +75,19 @@ def moe_gate(
     return expert_ids, weights.to(logits.dtype)
 
 
+def _expanded(new: New, a: Any) -> Any:
+    tokens, k = a.expert_ids.shape
+    handle = DispatchHandle(new((tokens, k), torch.int32))
+    weights, psum = new((tokens * k,), torch.float32), new((a.num_experts,), torch.int32)
+    return rows_like(new, a.x, tokens * k), weights, psum, handle
+
+
 @define_op(
     tolerance=EXACT,
     determinism="D1",
     cases=products.ep_dispatch_cases,
     dims={"experts": "num_experts", "k": "expert_ids:1"},
+    results=_expanded,
 )
 def ep_dispatch(
     x: Tensor | QTensor, expert_ids: Tensor, weights: Tensor, num_experts: int
@@ -101,12 +118,19 @@ def ep_dispatch(
     return rows, weights.flatten()[order].float(), psum, DispatchHandle(slot_to_row)
 
 
+def _experts_with_rows(a: Any) -> Tensor:
+    counts: Tensor = a.psum.diff(prepend=a.psum.new_zeros(1))
+    return (counts > 0).nonzero()
+
+
 @define_op(
     tolerance=PRODUCT,
     determinism="D2",
     cases=products.moe_grouped_gemm_cases,
     dims={"experts": "weight:0", "n": "weight:1", "k": "weight:2", "weight": "weight|plain"},
     rules=Rules(nan="rows behind the last end may hold NaN; their results are undefined"),
+    touches={"weight": at_rows(_experts_with_rows)},
+    results=lambda new, a: new((a.x.shape[0], a.weight.shape[-2]), a.out_dtype),
 )
 def moe_grouped_gemm(x: Tensor | QTensor, weight: Tensor | QTensor, psum: Tensor, out_dtype: torch.dtype) -> Tensor:
     """One product per expert over its own rows.
@@ -136,6 +160,7 @@ def moe_grouped_gemm(x: Tensor | QTensor, weight: Tensor | QTensor, psum: Tensor
     determinism="D2",
     cases=products.swiglu_quant_cases,
     dims={"width": "gate:1", "fmt": "fmt|plain"},
+    results=plain_or_codes("gate"),
 )
 def swiglu_quant(
     gate: Tensor, up: Tensor, limit: float, row_weight: Tensor | None, fmt: QuantFormat | None
@@ -165,6 +190,7 @@ def swiglu_quant(
     cases=products.ep_combine_cases,
     dims={"hidden": "y:1"},
     rules=Rules(nan="rows that no choice names are not read"),
+    results=lambda new, a: new((a.handle.slot_to_row.shape[0], a.y.shape[1]), a.out_dtype),
 )
 def ep_combine(y: Tensor, handle: DispatchHandle, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
     """Bring the experts' results back and sum them per token.
@@ -194,6 +220,8 @@ def ep_combine(y: Tensor, handle: DispatchHandle, bias: Tensor | None, out_dtype
     determinism="D0",
     cases=products.expert_shuffle_cases,
     rules=Rules(zero_rows="no sources give no experts"),
+    touches={"weight": at_rows("source")},
+    results=lambda new, a: rows_like(new, a.weight, a.source.shape[0]),
 )
 def expert_shuffle(weight: Tensor | QTensor, source: Tensor) -> Tensor | QTensor:
     """Lay experts out anew: slot e of the result is expert `source[e]`, codes and scales together.

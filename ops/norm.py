@@ -9,6 +9,7 @@ from deepinfer.ops.contract import Rules
 from deepinfer.ops.formats import QTensor, QuantFormat
 from deepinfer.ops.numeric import accumulate
 from deepinfer.ops.quant import quantize
+from deepinfer.ops.results import codes, like
 from deepinfer.ops.spec import Tolerance, define_op
 
 
@@ -17,6 +18,7 @@ from deepinfer.ops.spec import Tolerance, define_op
     determinism="D2",
     cases=rows.rms_norm_cases,
     dims={"n": "x:-1"},
+    results=like("x"),
 )
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     """`weight * x / sqrt(mean(x^2) + eps)` over the last axis, in fp32, cast once at the end.
@@ -44,6 +46,7 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     cases=rows.rms_norm_quant_cases,
     dims={"n": "x:-1", "fmt": "fmt"},
     rules=Rules(nan="a group with NaN or Inf has a NaN scale, its codes are undefined; other rows do not change"),
+    results=lambda new, a: (codes(new, a.x.shape, a.fmt), new(tuple(a.x.shape), a.x.dtype)),
 )
 def rms_norm_quant(x: Tensor, weight: Tensor | None, eps: float, fmt: QuantFormat) -> tuple[QTensor, Tensor]:
     """RMSNorm, rounded to the activation dtype and then quantised (that rounding is part of the model).

@@ -15,6 +15,7 @@ from torch import Tensor
 from deepinfer.ops.cases import rows
 from deepinfer.ops.contract import Rules
 from deepinfer.ops.formats import GROUP, CacheFormat, PagedCache, QTensor, QuantFormat
+from deepinfer.ops.results import codes
 from deepinfer.ops.spec import EXACT, define_op
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -91,6 +92,7 @@ def _e2m1_codes(x: Tensor, scale: Tensor) -> Tensor:
     cases=rows.quantize_cases,
     dims={"k": "x:-1", "fmt": "fmt"},
     rules=Rules(nan="a group with NaN or Inf has a NaN scale, its codes are undefined; other groups do not change"),
+    results=lambda new, a: codes(new, a.x.shape, a.fmt),
 )
 def quantize(x: Tensor, fmt: QuantFormat) -> QTensor:
     """Quantise along the last axis.
@@ -124,7 +126,13 @@ def quantize(x: Tensor, fmt: QuantFormat) -> QTensor:
     return QTensor(pack_nibbles(_e2m1_codes(x, wide)), scale, fmt)
 
 
-@define_op(tolerance=EXACT, determinism="D2", cases=rows.dequantize_cases, dims={"k": "x:-1", "fmt": "x"})
+@define_op(
+    tolerance=EXACT,
+    determinism="D2",
+    cases=rows.dequantize_cases,
+    dims={"k": "x:-1", "fmt": "x"},
+    results=lambda new, a: new(a.x.shape, a.dtype),
+)
 def dequantize(x: QTensor, dtype: torch.dtype) -> Tensor:
     """Values of a quantised tensor: code * scale, exact in bfloat16 for every V4.1 operand.
 

@@ -8,6 +8,7 @@ Source: RoFormer (arXiv:2104.09864); YaRN frequencies (arXiv:2309.00071) as Deep
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +16,9 @@ from torch import Tensor
 from deepinfer.ops.cases import rows
 from deepinfer.ops.norm import rms_norm
 from deepinfer.ops.numeric import accumulate
+from deepinfer.ops.results import New, like
 from deepinfer.ops.spec import Tolerance, define_op
+from deepinfer.ops.touches import at_rows
 
 ROTATION = Tolerance(2**-7, 1e-6, single=(1e-5, 1e-6), why="two products and a sum in fp32, one bf16 rounding")
 
@@ -61,7 +64,14 @@ def _rotate(x: Tensor, positions: Tensor, table: Tensor, conjugate: bool) -> Ten
     return torch.cat((keep, turned), dim=-1).to(x.dtype)
 
 
-@define_op(tolerance=ROTATION, determinism="D2", cases=rows.rope_cases, dims={"dim": "x:-1", "width": "cos_sin:1"})
+@define_op(
+    tolerance=ROTATION,
+    determinism="D2",
+    cases=rows.rope_cases,
+    dims={"dim": "x:-1", "width": "cos_sin:1"},
+    touches={"cos_sin": at_rows("positions")},
+    results=like("x"),
+)
 def rope(x: Tensor, positions: Tensor, cos_sin: Tensor, conjugate: bool = False) -> Tensor:
     """Rotate the last channels of every head.
 
@@ -77,7 +87,14 @@ def rope(x: Tensor, positions: Tensor, cos_sin: Tensor, conjugate: bool = False)
     return _rotate(x, positions, cos_sin, conjugate)
 
 
-@define_op(tolerance=ROTATION, determinism="D2", cases=rows.q_norm_rope_cases, dims={"heads": "q:1", "dim": "q:2"})
+@define_op(
+    tolerance=ROTATION,
+    determinism="D2",
+    cases=rows.q_norm_rope_cases,
+    dims={"heads": "q:1", "dim": "q:2"},
+    touches={"cos_sin": at_rows("positions")},
+    results=like("q"),
+)
 def q_norm_rope(q: Tensor, positions: Tensor, cos_sin: Tensor, normalise: bool = False, eps: float = 1e-20) -> Tensor:
     """Rotate the query heads, after an optional RMSNorm of each head (V4 had it, V4.1 does not).
 
@@ -94,11 +111,18 @@ def q_norm_rope(q: Tensor, positions: Tensor, cos_sin: Tensor, normalise: bool =
     return _rotate(rms_norm(q, None, eps) if normalise else q, positions, cos_sin, False)
 
 
+def _grouped(new: New, a: Any) -> Tensor:
+    rows, heads, dim = a.o.shape
+    return new((rows, a.num_groups, heads // a.num_groups * dim), a.o.dtype)
+
+
 @define_op(
     tolerance=ROTATION,
     determinism="D2",
     cases=rows.o_rope_cases,
     dims={"heads": "o:1", "dim": "o:2", "groups": "num_groups"},
+    touches={"cos_sin": at_rows("positions")},
+    results=_grouped,
 )
 def o_rope(o: Tensor, positions: Tensor, cos_sin: Tensor, num_groups: int) -> Tensor:
     """Rotate the attention output back and lay it out by output group.

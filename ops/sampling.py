@@ -17,6 +17,7 @@ arXiv:2407.01082.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,7 +25,9 @@ from torch import Tensor
 from deepinfer.ops.cases import sampling as sampling_cases
 from deepinfer.ops.numeric import accumulate
 from deepinfer.ops.philox import gumbel, random_words
+from deepinfer.ops.results import New, float32_like, nothing
 from deepinfer.ops.spec import EXACT, Tolerance, define_op
+from deepinfer.ops.touches import at_rows
 
 MASS_ONE = 2**31
 """Probability 1 as an integer mass: sums of masses do not depend on the order of addition."""
@@ -34,7 +37,14 @@ MIN_GAP = 1e-4
 _SETTLED = "; cases hold no row whose two best sums or whose filter edge is that close"
 
 
-@define_op(mutates=("logits",), tolerance=EXACT, determinism="D2", cases=sampling_cases.apply_bitmask_cases)
+@define_op(
+    mutates=("logits",),
+    tolerance=EXACT,
+    determinism="D2",
+    cases=sampling_cases.apply_bitmask_cases,
+    touches={"logits": at_rows(lambda a: (a.rows >= 0).nonzero())},
+    results=nothing,
+)
 def apply_bitmask(logits: Tensor, mask: Tensor, rows: Tensor) -> None:
     """Set the logits of forbidden ids to -inf, in place.
 
@@ -56,6 +66,7 @@ def apply_bitmask(logits: Tensor, mask: Tensor, rows: Tensor) -> None:
     tolerance=Tolerance(1e-6, 0.0, why="one fp32 division; kept ids must be equal" + _SETTLED),
     determinism="D2",
     cases=sampling_cases.process_logits_cases,
+    results=float32_like("logits"),
 )
 def process_logits(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
     """Scores to draw from: logits over temperature, with -inf for every id that a filter removes.
@@ -84,6 +95,7 @@ def process_logits(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Te
     tolerance=Tolerance(why=f"tokens are equal where the two best sums differ by {MIN_GAP}" + _SETTLED),
     determinism="D2",
     cases=sampling_cases.sample_cases,
+    results=lambda new, a: new((a.logits.shape[0],), torch.int32),
 )
 def sample(
     logits: Tensor,
@@ -119,10 +131,17 @@ def sample(
     return torch.where(usable_rows(logits, temperature), token, -1).int()
 
 
+def _logprobs(new: New, a: Any) -> tuple[Tensor, ...]:
+    n, best = a.logits.shape[0], (a.logits.shape[0], a.num_top)
+    own = new((n,), torch.float32), new((n,), torch.int32)
+    return *own, new(best, torch.int32), new(best, torch.float32)
+
+
 @define_op(
     tolerance=Tolerance(1e-5, 1e-5, why="fp32 exp, log and a sum over the vocabulary; ids and ranks must be equal"),
     determinism="D2",
     cases=sampling_cases.token_logprobs_cases,
+    results=_logprobs,
 )
 def token_logprobs(logits: Tensor, tokens: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Logprob and rank of a token per row, and the best `num_top` ids, from raw logits: no temperature, no filter.

@@ -14,12 +14,21 @@ from torch import Tensor
 
 from deepinfer.ops.cases import shaping as shaping_cases
 from deepinfer.ops.numeric import accumulate
+from deepinfer.ops.results import nothing
 from deepinfer.ops.spec import EXACT, Tolerance, define_op
+from deepinfer.ops.touches import at_rows
 
 _ONE_ROUNDING_EACH = Tolerance(why="fp32 operations in the order of the contract, each rounded once")
 
 
-@define_op(mutates=("logits",), tolerance=_ONE_ROUNDING_EACH, determinism="D2", cases=shaping_cases.adjust_logits_cases)
+@define_op(
+    mutates=("logits",),
+    tolerance=_ONE_ROUNDING_EACH,
+    determinism="D2",
+    cases=shaping_cases.adjust_logits_cases,
+    touches={"logits": at_rows("rows")},
+    results=nothing,
+)
 def adjust_logits(logits: Tensor, rows: Tensor, ids: Tensor, values: Tensor) -> None:
     """Add a number to single logits, in place: `logits[rows[i], ids[i]] += values[i]`.
 
@@ -35,7 +44,12 @@ def adjust_logits(logits: Tensor, rows: Tensor, ids: Tensor, values: Tensor) -> 
 
 
 @define_op(
-    mutates=("logits",), tolerance=_ONE_ROUNDING_EACH, determinism="D2", cases=shaping_cases.apply_penalties_cases
+    mutates=("logits",),
+    tolerance=_ONE_ROUNDING_EACH,
+    determinism="D2",
+    cases=shaping_cases.apply_penalties_cases,
+    touches={"logits": at_rows("rows")},
+    results=nothing,
 )
 def apply_penalties(
     logits: Tensor,
@@ -74,7 +88,14 @@ def apply_penalties(
     logits[row, token] = x
 
 
-@define_op(mutates=("x",), tolerance=EXACT, determinism="D2", cases=shaping_cases.put_rows_cases)
+@define_op(
+    mutates=("x",),
+    tolerance=EXACT,
+    determinism="D2",
+    cases=shaping_cases.put_rows_cases,
+    touches={"x": at_rows("rows")},
+    results=nothing,
+)
 def put_rows(x: Tensor, rows: Tensor, values: Tensor) -> None:
     """Replace rows, in place: the inverse of `gather_rows`.
 
@@ -90,6 +111,7 @@ def put_rows(x: Tensor, rows: Tensor, values: Tensor) -> None:
     tolerance=Tolerance(1e-5, 1e-5, why="fp32 exp, log and a sum over the vocabulary; ranks must be equal"),
     determinism="D2",
     cases=shaping_cases.logprobs_of_cases,
+    results=lambda new, a: (new(tuple(a.ids.shape), torch.float32), new(tuple(a.ids.shape), torch.int32)),
 )
 def logprobs_of(logits: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
     """Logprobs and ranks of several given ids per row, as `token_logprobs` has them for one.

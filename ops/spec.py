@@ -14,6 +14,8 @@ from typing import Any, Generic, Literal, ParamSpec, TypeVar
 import torch
 
 from deepinfer.ops.contract import Argument, Rules, read_arguments, static_dims
+from deepinfer.ops.results import Results
+from deepinfer.ops.touches import Touch
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -96,6 +98,8 @@ class OpSpec(Generic[P, R]):
         module: the module that defines it, for the table in reports.
         dims: recipe of the static dimensions that models bind it with (`contract.static_dims`).
         rules: aliasing, zero rows, offsets, NaN, layout.
+        touches: for large arguments, which rows or records a call reads and writes; others may be read whole.
+        results: makes the results of a call before it runs; None where their size depends on values.
     """
 
     name: str
@@ -108,6 +112,8 @@ class OpSpec(Generic[P, R]):
     signature: inspect.Signature = field(default_factory=inspect.Signature, repr=False)
     dims: Mapping[str, str] = field(default_factory=dict)
     rules: Rules = field(default_factory=Rules)
+    touches: Mapping[str, Touch] = field(default_factory=dict)
+    results: Results | None = None
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Run the reference."""
@@ -145,6 +151,8 @@ def define_op(
     cases: Callable[[], Iterable[Case]] = no_cases,
     dims: Mapping[str, str] | None = None,
     rules: Rules | None = None,
+    touches: Mapping[str, Touch] | None = None,
+    results: Results | None = None,
 ) -> Callable[[Callable[P, R]], OpSpec[P, R]]:
     """Define an op; the decorated function is its reference.
 
@@ -155,9 +163,13 @@ def define_op(
         cases: generator of conformance cases.
         dims: recipe of static dimensions (`contract.static_dims`); none when predicates have nothing to look at.
         rules: edge rules that differ from the defaults of `Rules`.
+        touches: which rows or records of its large arguments a call reads and writes (`deepinfer.ops.touches`). A
+            `PagedCache` must have an entry; any other tensor without one counts as read whole.
+        results: shapes and dtypes of the results (`deepinfer.ops.results`); without it no implementation is captured.
 
     Raises:
-        ValueError: a name is taken, or `mutates` names an argument that does not exist; nothing is defined.
+        ValueError: a name is taken, `mutates` or `touches` names an argument that does not exist, or a cache has no
+            entry in `touches`; nothing is defined.
     """
 
     def wrap(reference: Callable[P, R]) -> OpSpec[P, R]:
@@ -166,6 +178,7 @@ def define_op(
         unknown = set(mutates) - set(signature.parameters)
         if unknown:
             raise ValueError(f"op {name}: mutates names {sorted(unknown)}, which are not arguments")
+        _check_touches(name, signature, touches or {})
         taken = _DEFINED.get(name)
         if taken is not None and taken.module != reference.__module__:
             raise ValueError(f"op {name} is already defined in {taken.module}")
@@ -180,12 +193,26 @@ def define_op(
             signature=signature,
             dims=dims or {},
             rules=rules or Rules(),
+            touches=touches or {},
+            results=results,
         )
         spec.__dict__["__doc__"] = reference.__doc__
         _DEFINED[name] = spec
         return spec
 
     return wrap
+
+
+def _check_touches(name: str, signature: inspect.Signature, touches: Mapping[str, Touch]) -> None:
+    named = set(touches) | {at for t in touches.values() for at in (*t.at, *(t.written or ())) if isinstance(at, str)}
+    unknown = named - set(signature.parameters)
+    if unknown:
+        raise ValueError(f"op {name}: touches names {sorted(unknown)}, which are not arguments")
+    caches = {key for key, parameter in signature.parameters.items() if "PagedCache" in str(parameter.annotation)}
+    if caches - set(touches):
+        raise ValueError(
+            f"op {name}: touches does not say which records of {sorted(caches - set(touches))} a call reads or writes"
+        )
 
 
 def defined_ops() -> Mapping[str, OpSpec[Any, Any]]:

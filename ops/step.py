@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from deepinfer.ops.cases import ends, steps
+from deepinfer.ops.results import int32_like, nothing
 from deepinfer.ops.spec import EXACT, define_op
 
 
@@ -14,6 +15,7 @@ from deepinfer.ops.spec import EXACT, define_op
     tolerance=EXACT,
     determinism="D2",
     cases=ends.advance_step_cases,
+    results=nothing,
 )
 def advance_step(
     input_ids: Tensor,
@@ -91,7 +93,13 @@ def advance_step(
         ratio_slots[which, rows] = torch.where(live, closed, ratio_slots[which, rows])
 
 
-@define_op(mutates=("values",), tolerance=EXACT, determinism="D2", cases=steps.rewind_cases)
+@define_op(
+    mutates=("values",),
+    tolerance=EXACT,
+    determinism="D2",
+    cases=steps.rewind_cases,
+    results=nothing,
+)
 def rewind(values: Tensor, previous: Tensor, planned: Tensor, accepted: Tensor) -> None:
     """Take back what a plan assumed too much: `values -= planned - accepted` of the step before, in place.
 
@@ -106,7 +114,12 @@ def rewind(values: Tensor, previous: Tensor, planned: Tensor, accepted: Tensor) 
         values -= torch.where(source >= 0, (planned - accepted)[source.clamp(min=0)], 0).int()
 
 
-@define_op(tolerance=EXACT, determinism="D2", cases=steps.last_emitted_cases)
+@define_op(
+    tolerance=EXACT,
+    determinism="D2",
+    cases=steps.last_emitted_cases,
+    results=int32_like("starts"),
+)
 def last_emitted(tokens: Tensor, starts: Tensor, num_emitted: Tensor) -> Tensor:
     """The newest token of each request: `tokens[starts + num_emitted - 1]`.
 
@@ -121,7 +134,13 @@ def last_emitted(tokens: Tensor, starts: Tensor, num_emitted: Tensor) -> Tensor:
     return tokens[(starts + num_emitted - 1).long()]
 
 
-@define_op(mutates=("history",), tolerance=EXACT, determinism="D2", cases=steps.advance_history_cases)
+@define_op(
+    mutates=("history",),
+    tolerance=EXACT,
+    determinism="D2",
+    cases=steps.advance_history_cases,
+    results=nothing,
+)
 def advance_history(
     history: Tensor,
     previous: Tensor,
@@ -169,7 +188,12 @@ def advance_history(
         history[:, place] = torch.where(previous >= 0, token, history[:, place])
 
 
-@define_op(tolerance=EXACT, determinism="D2", cases=steps.gather_ids_cases)
+@define_op(
+    tolerance=EXACT,
+    determinism="D2",
+    cases=steps.gather_ids_cases,
+    results=int32_like("rows"),
+)
 def gather_ids(ids: Tensor, rows: Tensor) -> Tensor:
     """Selected entries of [T] int32 by [n] int32; -1 stays -1."""
     if ids.shape[0] == 0:
@@ -177,7 +201,12 @@ def gather_ids(ids: Tensor, rows: Tensor) -> Tensor:
     return torch.where(rows >= 0, ids[rows.clamp(min=0).long()], -1).int()
 
 
-@define_op(tolerance=EXACT, determinism="D2", cases=steps.shift_cases)
+@define_op(
+    tolerance=EXACT,
+    determinism="D2",
+    cases=steps.shift_cases,
+    results=int32_like("values"),
+)
 def shift(values: Tensor, amount: int) -> Tensor:
     """`values + amount`, [n] int32."""
     return values + amount

@@ -10,10 +10,17 @@ from torch import Tensor
 from deepinfer.ops.attention import ATTENTION
 from deepinfer.ops.cases import caches
 from deepinfer.ops.numeric import accumulate
+from deepinfer.ops.results import like
 from deepinfer.ops.spec import define_op
 
 
-@define_op(tolerance=ATTENTION, determinism="D1", cases=caches.vision_attn_cases, dims={"heads": "q:1", "dim": "q:2"})
+@define_op(
+    tolerance=ATTENTION,
+    determinism="D1",
+    cases=caches.vision_attn_cases,
+    dims={"heads": "q:1", "dim": "q:2"},
+    results=like("q"),
+)
 def vision_attn(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, softmax_scale: float) -> Tensor:
     """Attention of every patch over all patches of its own image.
 

@@ -1,10 +1,13 @@
-"""Ops that only move or add integers, a few hundred at most per step: torch does them as well as anyone.
+"""Ops that only move or add integers, a few thousand at most per step.
 
-The lines are the reference's own. They are registered so that the CPU backend stands on its own under `strict`.
+Those that run several times in every step use NumPy on the tensors' own memory: a call of its functions costs a
+fraction of one of torch's, and at this size the calls are all that it costs. The others are the reference's own lines,
+registered so that the CPU backend stands on its own under `strict`.
 """
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -30,19 +33,25 @@ def draft_rows(
 @BACKEND.implements(heads_ops.known_ids)
 def known_ids(token_ids: Tensor, fallback: int) -> Tensor:
     """One selection."""
-    return torch.where(token_ids >= 0, token_ids, fallback).int()
+    ids = token_ids.numpy()
+    return torch.from_numpy(np.where(ids >= 0, ids, np.int32(fallback)))
 
 
 @BACKEND.implements(step_ops.rewind)
 def rewind(values: Tensor, previous: Tensor, planned: Tensor, accepted: Tensor) -> None:
     """One subtraction."""
-    step_ops.rewind.reference(values, previous, planned, accepted)
+    if values.shape[0] and planned.shape[0]:
+        source = previous.numpy()
+        back = (planned.numpy() - accepted.numpy())[np.maximum(source, 0)]
+        back[source < 0] = 0
+        behind = values.numpy()
+        behind -= back
 
 
 @BACKEND.implements(step_ops.last_emitted)
 def last_emitted(tokens: Tensor, starts: Tensor, num_emitted: Tensor) -> Tensor:
     """One gather."""
-    return tokens[(starts + num_emitted - 1).long()]
+    return torch.from_numpy(tokens.numpy()[starts.numpy() + num_emitted.numpy() - 1])
 
 
 @BACKEND.implements(step_ops.advance_history)
@@ -58,28 +67,39 @@ def advance_history(
     last_cu_seqlens_q: Tensor,
     last_history: Tensor,
 ) -> None:
-    """Three columns for each sequence."""
-    step_ops.advance_history.reference(
-        history,
-        previous,
-        tokens,
-        starts,
-        num_emitted,
-        last_rows,
-        last_seqs,
-        last_input_ids,
-        last_cu_seqlens_q,
-        last_history,
+    """All columns of all sequences at once, [S, N - 1]."""
+    if 0 in (history.shape[0], history.shape[1], starts.shape[0]):
+        return
+    link = previous.numpy()[:, None]
+    source = np.maximum(link, 0)
+    row, seq = last_rows.numpy()[source], last_seqs.numpy()[source]
+    begin = last_cu_seqlens_q.numpy()[seq]
+    columns = history.shape[1]
+    among_emitted = num_emitted.numpy()[source] - 2 - np.arange(columns, dtype=np.int32)
+    here = row + 1 + among_emitted  # the row that ran the token, where it was not emitted but known before
+    older = np.clip(begin - here - 1, 0, columns - 1)
+    token = np.where(
+        here >= begin,
+        last_input_ids.numpy()[np.clip(here, 0, max(last_input_ids.shape[0] - 1, 0))],
+        last_history.numpy()[seq, older],
     )
+    emitted = tokens.numpy()[starts.numpy()[source] + np.maximum(among_emitted, 0)]
+    token = np.where(among_emitted >= 0, emitted, token)
+    np.copyto(history.numpy(), token, where=link >= 0)
 
 
 @BACKEND.implements(step_ops.gather_ids)
 def gather_ids(ids: Tensor, rows: Tensor) -> Tensor:
     """One gather."""
-    return step_ops.gather_ids.reference(ids, rows)
+    if ids.shape[0] == 0:
+        return torch.full_like(rows, -1)
+    wanted = rows.numpy()
+    found = ids.numpy()[np.maximum(wanted, 0)]
+    found[wanted < 0] = -1
+    return torch.from_numpy(found)
 
 
 @BACKEND.implements(step_ops.shift)
 def shift(values: Tensor, amount: int) -> Tensor:
     """One addition."""
-    return values + amount
+    return torch.from_numpy(values.numpy() + np.int32(amount))

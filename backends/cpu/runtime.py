@@ -1,4 +1,4 @@
-"""The CPU as a device: host memory, no streams, events that are always reached (`deepinfer.ops.host`)."""
+"""The CPU as a device: host memory, one stream, events that are always reached (`deepinfer.ops.host`)."""
 
 from __future__ import annotations
 

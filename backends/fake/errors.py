@@ -31,8 +31,16 @@ class UnwrittenReadError(DisciplineError):
     """Work read memory that nothing had written: an op was skipped, or no event orders reader and writer."""
 
 
+class UnorderedAccessError(DisciplineError):
+    """Work touches memory that work of another stream writes, or writes what it reads, and no event orders the two."""
+
+
 class HostBufferReuseError(DisciplineError):
     """A pinned host buffer was overwritten before the copy that reads it was done."""
+
+
+class BrokenPromiseError(DisciplineError):
+    """A plan that calls itself capturable allocated, waited for the device, or returned other memory than `out`."""
 
 
 class HostReadError(DisciplineError):

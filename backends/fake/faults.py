@@ -9,7 +9,7 @@ from typing import Literal
 
 from deepinfer.ops.errors import LaunchError
 
-FaultKind = Literal["slow_copy", "failed_launch", "lost_device", "dead_rank"]
+FaultKind = Literal["slow_copy", "failed_launch", "lost_device", "dead_rank", "death", "slow_rank", "failed_collective"]
 
 
 @dataclass(frozen=True)
@@ -19,10 +19,12 @@ class Fault:
     Attributes:
         kind: "slow_copy" sleeps in the device thread; "failed_launch" refuses one op at once and goes on; "lost_device"
             fails everything from then on; "dead_rank" stops all progress, as a collective does whose partner is gone.
+            Of collectives alone: "death" ends this rank as it comes to one, "slow_rank" sleeps before it takes part,
+            "failed_collective" leaves the group in the middle.
         at: which piece of work it strikes, from 1, among those whose name matches.
-        name: pattern over the names of work: ops by their own, copies are "to_device" and "to_host".
-        seconds: how long a slow copy takes.
-        rank: who died.
+        name: pattern over the names of work: ops and collectives by their own, copies are "to_device" and "to_host".
+        seconds: how long a slow copy takes, or a slow rank stays away.
+        rank: who died, for "dead_rank".
     """
 
     kind: FaultKind
@@ -65,6 +67,10 @@ class FaultPlan:
             return None
         copies = ("slow_copy",) if name in ("to_device", "to_host") else ()
         return self._strikes(name, "lost_device", "dead_rank", *copies)
+
+    def at_collective(self, name: str) -> Fault | None:
+        """The fault that this rank has as its device comes to a collective."""
+        return self._strikes(name, "death", "slow_rank", "failed_collective") if self.faults else None
 
     def _strikes(self, name: str, *kinds: FaultKind) -> Fault | None:
         hit = None

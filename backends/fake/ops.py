@@ -6,8 +6,8 @@ Where the CPU has none, or is not installed, the reference runs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, Final
 
@@ -18,7 +18,6 @@ from deepinfer.backends.fake import BACKEND
 from deepinfer.backends.fake.errors import HostAccessError
 from deepinfer.backends.fake.memory import Ref
 from deepinfer.backends.fake.runtime import FakeRuntime
-from deepinfer.backends.fake.shapes import RESULTS
 from deepinfer.backends.fake.streams import Work
 from deepinfer.backends.fake.tensor import FakeTensor
 from deepinfer.ops.backend import Backend, BindContext, Dims, FunctionPlan
@@ -26,9 +25,7 @@ from deepinfer.ops.catalog import defined_ops
 from deepinfer.ops.errors import OpArgumentError
 from deepinfer.ops.registry import BoundOp, OpTable, discover_backends
 from deepinfer.ops.spec import OpSpec
-
-_HOST_ARGUMENTS: Final[Mapping[str, frozenset[str]]] = {"engram_fetch": frozenset({"table"})}
-"""Arguments that the contract allows to stay on the host (memory-mapped tables)."""
+from deepinfer.ops.trees import map_tensors, tensors_of
 
 
 @dataclass(frozen=True)
@@ -83,7 +80,7 @@ class FakePlan:
             name: self._take(value, name, writes if name in self.op.mutates else reads)
             for name, value in arguments.items()
         }
-        shaped = RESULTS.get(self.op.name)
+        shaped = self.op.results
         if out is None and shaped is None:
             return self._run_and_wait(taken, reads, writes)
         result = out if shaped is None or out is not None else shaped(self.runtime.empty, SimpleNamespace(**arguments))
@@ -91,9 +88,7 @@ class FakePlan:
         self._take(result, "out", targets)
 
         def compute() -> None:
-            got: list[Tensor] = []
-            _leaves(self.host(**_give(taken)), got)
-            _store(self.op.name, got, targets)
+            _store(self.op.name, tensors_of(self.host(**_give(taken))), targets)
 
         self.runtime.submit(Work(self.op.name, compute, tuple(reads), (*writes, *targets)), launch=True)
         return result
@@ -109,7 +104,7 @@ class FakePlan:
         self.runtime.wait_for(
             self.runtime.submit(work, launch=True), f"{self.op.name}, the size of whose result is not declared,"
         )
-        return _map(got[0], self.runtime.to_device)
+        return map_tensors(got[0], self.runtime.to_device)
 
     def _take(self, value: Any, name: str, refs: list[Ref]) -> Any:
         """An argument as queued work holds it: memory by `Ref`, so that it lives no longer than the program wants."""
@@ -123,29 +118,15 @@ class FakePlan:
             if isinstance(tensor, FakeTensor):
                 refs.append(tensor.ref())
                 return refs[-1]
-            if name not in _HOST_ARGUMENTS.get(self.op.name, ()):
+            if name not in self.op.rules.host:
                 raise HostAccessError(f"op {self.op.name}", f"its argument {name} is a tensor on {tensor.device}")
             return tensor
 
-        return _map(value, take, _Struct)
-
-
-def _map(value: Any, function: Callable[[Tensor], Any], struct: type[_Struct] | None = None) -> Any:
-    """The same tree with every tensor replaced; with `struct`, dataclasses are left taken apart."""
-    if isinstance(value, Tensor):
-        return function(value)
-    if isinstance(value, tuple | list):
-        return type(value)(_map(item, function, struct) for item in value)
-    if isinstance(value, dict):
-        return {key: _map(item, function, struct) for key, item in value.items()}
-    if is_dataclass(value) and not isinstance(value, type):
-        parts = {part.name: _map(getattr(value, part.name), function, struct) for part in fields(value)}
-        return struct(type(value), parts) if struct is not None else type(value)(**parts)
-    return value
+        return map_tensors(value, take, _Struct)
 
 
 def _give(value: Any) -> Any:
-    """The arguments for the host: what `_map` took apart, put together around views of the hidden memory."""
+    """The arguments for the host: what `_take` took apart, put together around views of the hidden memory."""
     if isinstance(value, Ref):
         return value.view()
     if isinstance(value, _Struct):
@@ -155,10 +136,6 @@ def _give(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _give(item) for key, item in value.items()}
     return value
-
-
-def _leaves(value: Any, found: list[Tensor]) -> None:
-    _map(value, found.append, _Struct)
 
 
 def _store(name: str, got: list[Tensor], targets: list[Ref]) -> None:
@@ -175,7 +152,7 @@ def _register(op: OpSpec[..., Any]) -> None:
         if not isinstance(ctx.runtime, FakeRuntime):
             raise OpArgumentError(f"the fake backend runs on a FakeRuntime, got {type(ctx.runtime).__name__}")
         host = _host_op(op, dims, ctx)
-        return FakePlan(op, host, ctx.runtime, capturable=op.name in RESULTS, names=tuple(op.signature.parameters))
+        return FakePlan(op, host, ctx.runtime, capturable=op.results is not None, names=tuple(op.signature.parameters))
 
     bind.__name__ = op.name
     BACKEND.implements_plan(op)(bind)

@@ -7,24 +7,33 @@ or writing what a queued copy still reads, is found out.
 from __future__ import annotations
 
 import threading
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from functools import partial
 from math import prod
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from deepinfer.backends.fake.errors import HostAccessError, HostBufferReuseError, HostReadError
+from deepinfer.backends.fake.collectives import FakeCommunicator
+from deepinfer.backends.fake.copies import PinnedBuffers, copy_in, copy_out
+from deepinfer.backends.fake.errors import BrokenPromiseError, HostAccessError
 from deepinfer.backends.fake.faults import Fault, FaultKind, FaultPlan
-from deepinfer.backends.fake.memory import POISON, Block, MemoryPool, Ref
-from deepinfer.backends.fake.streams import Device, Stream, Work
+from deepinfer.backends.fake.handles import FakeEvent, FakeStream, HostCopy
+from deepinfer.backends.fake.memory import Allocation, DeviceMemory, Ref
+from deepinfer.backends.fake.pools import FakePool
+from deepinfer.backends.fake.promises import WatchedPlan
+from deepinfer.backends.fake.streams import Device, Work
 from deepinfer.backends.fake.tensor import DEVICE, FakeTensor
+from deepinfer.ops.backend import Plan
+from deepinfer.ops.collectives import Rendezvous
 from deepinfer.ops.errors import CaptureError, OpArgumentError, OutOfDeviceMemoryError
-from deepinfer.ops.runtime import Capabilities, MemoryInfo
+from deepinfer.ops.pools import PoolAccount
+from deepinfer.ops.runtime import Capabilities, MemoryInfo, PoolStats, Stream
+from deepinfer.ops.sockets import has_store, join
+from deepinfer.ops.spec import OpSpec
+from deepinfer.ops.sync_guard import SyncGuard
 
 
 class FakeRuntime:
@@ -49,16 +58,20 @@ class FakeRuntime:
         patience: float = 0.2,
     ) -> None:
         self.device = DEVICE
-        self.capabilities = Capabilities(asynchronous=True, graphs=True, pinned_memory=True)
+        self.capabilities = Capabilities(
+            asynchronous=True, graphs=True, pinned_memory=True, streams=True, collectives=has_store()
+        )
         self.faults = faults or FaultPlan()
         self._detect = detect
-        self._pool = MemoryPool(memory_bytes)
-        self._device = Device(seed, self.faults, self._pool, detect=detect, patience=patience)
-        self._pinned: dict[int, int] = {}
-        self._current = 0
+        self._memory = DeviceMemory(memory_bytes)
+        self._pools: dict[str, FakePool] = {}
+        self._device = Device(seed, self.faults, self._memory, detect=detect, patience=patience)
+        self._pinned = PinnedBuffers()
+        self._here = threading.local()
         self._known: dict[int, int] = {}  # per stream, how many pieces of work the host has waited for
         self._graph: list[Work] | None = None
         self._lock = threading.RLock()
+        self.sync_guard = SyncGuard()
 
     @property
     def log(self) -> list[tuple[int, str]]:
@@ -75,7 +88,7 @@ class FakeRuntime:
         """Free and total bytes; memory that waits in a queue to be freed is not free."""
         with self._lock:
             self._bury()
-            return MemoryInfo(self._pool.limit - self._pool.used, self._pool.limit)
+            return MemoryInfo(self._memory.limit - self._memory.used, self._memory.limit)
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Device memory full of poison.
@@ -84,27 +97,39 @@ class FakeRuntime:
             OutOfDeviceMemoryError: the limit does not allow it, also after everything queued has run.
             CaptureError: a graph is being captured.
         """
+        return self.allocate(shape, dtype, None)
+
+    def allocate(self, shape: tuple[int, ...], dtype: torch.dtype, account: PoolAccount | None) -> Tensor:
+        """As `empty`, on the account of a pool."""
         with self._lock:
             if self._graph is not None:
                 raise CaptureError(f"allocation of {list(shape)} while a graph is captured; allocate before")
+            self._refuse_in_run(f"allocated {list(shape)}")
             self._device.raise_failure()
             self._bury()
             shadow = torch.empty(shape, dtype=dtype, device="meta")
             num_bytes = prod(shape) * dtype.itemsize
-            allocation = self._pool.allocate(num_bytes, self._current)
-            if allocation is None:
-                self._device.wait(None)
-                allocation = self._pool.allocate(num_bytes, self._current)
-            if allocation is None:
-                raise OutOfDeviceMemoryError(
-                    f"{num_bytes} bytes for {str(dtype).removeprefix('torch.')}{list(shape)} do not fit: "
-                    f"{self._pool.used} of {self._pool.limit} bytes are in use"
-                )
+            try:
+                allocation = self._allocation(num_bytes, account)
+            except OutOfDeviceMemoryError as error:
+                held = ", ".join(f"{name} {stats.reserved_bytes}" for name, stats in self.pools().items())
+                what = f"{str(dtype).removeprefix('torch.')}{list(shape)}"
+                raise OutOfDeviceMemoryError(f"{what}: {error}; pools hold: {held or 'nothing'}") from error
             return FakeTensor(allocation, shadow)
+
+    def _allocation(self, num_bytes: int, account: PoolAccount | None) -> Allocation:
+        try:
+            return self._memory.allocate(num_bytes, self.stream_number, account)
+        except OutOfDeviceMemoryError:
+            self._device.wait(None)  # what is queued to be freed is free then
+            return self._memory.allocate(num_bytes, self.stream_number, account)
 
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Device memory that a queued fill sets to zero."""
-        made = self.empty(shape, dtype)
+        return self.filled(self.empty(shape, dtype))
+
+    def filled(self, made: Tensor) -> Tensor:
+        """Queue a fill with zeros of a tensor, and return it."""
         ref = self.ref(made)
 
         def fill() -> None:
@@ -116,11 +141,7 @@ class FakeRuntime:
 
     def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Zeroed host memory that copies read late: writing it before the copy is done is an error."""
-        owner = np.zeros(max(prod(shape) * dtype.itemsize, 1), dtype=np.uint8)
-        address = owner.ctypes.data
-        self._pinned[address] = address + owner.nbytes
-        weakref.finalize(owner, self._pinned.pop, address)
-        return torch.from_numpy(owner)[: prod(shape) * dtype.itemsize].view(dtype).view(shape)
+        return self._pinned.new(shape, dtype)
 
     def to_device(self, host: Tensor) -> Tensor:
         """Queue a copy to the device. Pageable memory is read now, pinned memory when the copy runs.
@@ -132,56 +153,100 @@ class FakeRuntime:
         if isinstance(host, FakeTensor):
             raise OpArgumentError("to_device was given a tensor of the device; it takes one of the host")
         made = self.empty(tuple(host.shape), host.dtype)
-        ref, pinned = self.ref(made), self._is_pinned(host)
-        staged = host.detach().contiguous() if pinned and not self._detect else host.detach().clone()
-
-        def copy() -> None:
-            if pinned and self._detect and not _same_bytes(staged, host):
-                raise HostBufferReuseError(
-                    f"a pinned host buffer of {list(host.shape)} {host.dtype} was overwritten before its copy to the "
-                    "device was done; wait on an event recorded behind the copy"
-                )
-            ref.view().copy_(staged)
-
-        self.submit(Work("to_device", copy, writes=(ref,)))
+        self.submit(copy_in(self.ref(made), host, late=host in self._pinned, detect=self._detect))
         return made
+
+    def write(self, target: Tensor, host: Tensor) -> None:
+        """Queue a copy into memory that exists; the host tensor is read now.
+
+        Raises:
+            OpArgumentError: shape or dtype differ.
+            CaptureError: a graph is being captured, which would repeat the copy of a moment.
+        """
+        self._write(target, host, late=False)
+
+    def write_later(self, target: Tensor, host: Tensor) -> None:
+        """As `write`; pinned memory is read when the copy runs.
+
+        Raises:
+            HostBufferReuseError: later, if a pinned source changed before the copy ran.
+        """
+        self._write(target, host, late=host in self._pinned)
+
+    def _write(self, target: Tensor, host: Tensor, *, late: bool) -> None:
+        self.refuse_in_graph("a copy from the host")
+        ref = self.ref(target)
+        if isinstance(host, FakeTensor) or (tuple(host.shape), host.dtype) != (ref.shape, ref.dtype):
+            raise OpArgumentError(
+                f"write was given a {type(host).__name__} of {list(host.shape)} {host.dtype} for a target of "
+                f"{list(ref.shape)} {ref.dtype}; it takes a host tensor of the same shape and dtype"
+            )
+        self.submit(copy_in(ref, host, late=late, detect=self._detect))
 
     def to_host(self, tensor: Tensor) -> Tensor:
         """Copy to the host and wait for it, and for what comes before it on this stream."""
+        self.sync_guard.check("to_host")
         return self.to_host_later(tensor).wait()
 
     def to_host_later(self, tensor: Tensor) -> HostCopy:
         """Queue a copy to the host; the result can be read once the host has waited for it."""
         with self._lock:
             self.refuse_in_graph("a copy to the host")
-            ref = self.ref(tensor)
-            target = torch.full((prod(ref.shape) * ref.dtype.itemsize,), POISON, dtype=torch.uint8)
-            target = target.view(ref.dtype).view(ref.shape)
-
-            def copy() -> None:
-                target.copy_(ref.view())
-
-            return HostCopy(self, self.submit(Work("to_host", copy, reads=(ref,))), target)
+            work, target = copy_out(self.ref(tensor))
+            return HostCopy(self, self.submit(work), target)
 
     def event(self) -> FakeEvent:
         """A new event; until it is recorded it counts as reached."""
         return FakeEvent(self)
 
-    def new_stream(self) -> int:
-        """Number of a new stream; `use_stream` makes it current."""
+    def pool(self, name: str, limit_bytes: int | None = None) -> FakePool:
+        """The memory pool of that name, made on first use; it reserves memory in earnest."""
         with self._lock:
-            self._device.streams.append(Stream(len(self._device.streams)))
-            return len(self._device.streams) - 1
+            found = self._pools.setdefault(name, FakePool(name, self, self._memory, self._lock))
+            if limit_bytes is not None:
+                found.account.set_limit(limit_bytes)
+            return found
+
+    def pools(self) -> dict[str, PoolStats]:
+        """What every pool holds; memory that waits in a queue to be freed is not free."""
+        with self._lock:
+            return {name: pool.account.stats() for name, pool in self._pools.items()}
+
+    def stream(self) -> FakeStream:
+        """A new stream."""
+        with self._lock:
+            return FakeStream(self, self._device.new_stream())
+
+    def current_stream(self) -> FakeStream:
+        """The stream that work of this thread goes to; at first the device's own."""
+        return FakeStream(self, self.stream_number)
+
+    @property
+    def stream_number(self) -> int:
+        """Number of the current stream."""
+        number: int = getattr(self._here, "stream", 0)
+        return number
 
     @contextmanager
-    def use_stream(self, stream: int) -> Iterator[None]:
-        """Work submitted inside goes to that stream; memory allocated inside is freed in its order."""
+    def use_stream(self, stream: Stream) -> Iterator[None]:
+        """Work that this thread submits inside goes to that stream; memory allocated inside is freed in its order.
+
+        Raises:
+            OpArgumentError: it is a stream of another device.
+            CaptureError: a graph is being captured.
+        """
         self.refuse_in_graph("a change of stream")
-        before, self._current = self._current, stream
+        if not isinstance(stream, FakeStream) or stream.runtime is not self:
+            raise OpArgumentError(f"{stream} is not a stream of this device")
+        before, self._here.stream = self.stream_number, stream.number
         try:
             yield
         finally:
-            self._current = before
+            self._here.stream = before
+
+    def communicator(self, rendezvous: Rendezvous | None = None) -> FakeCommunicator:
+        """Ranks are processes, or threads with a fake device each; messages pass through the hosts."""
+        return FakeCommunicator(self, join(rendezvous or Rendezvous()))
 
     def synchronize(self) -> None:
         """Run everything and wait for it.
@@ -192,6 +257,7 @@ class FakeRuntime:
         """
         with self._lock:
             self.refuse_in_graph("synchronize")
+            self.sync_guard.check("synchronize")
             self._bury()
             self._device.wait(None)
             self._device.raise_failure()
@@ -222,6 +288,10 @@ class FakeRuntime:
 
         return replay
 
+    def lose(self, why: str) -> None:
+        """Lose the device for good; for work that finds out, in the device's thread."""
+        self._device.lose(why)
+
     def submit(self, work: Work, *, launch: bool = False) -> Work:
         """Queue work on the current stream; for the runtime and op implementations.
 
@@ -237,7 +307,7 @@ class FakeRuntime:
                 self._graph.append(work)
                 return work
             self._bury()
-            return self._device.submit(work, self._current)
+            return self._device.submit(work, self.stream_number, self._known)
 
     def ref(self, tensor: Tensor) -> Ref:
         """Where a tensor is, for queued work.
@@ -253,6 +323,7 @@ class FakeRuntime:
         """Make the host wait for queued work, and know what was ordered before it."""
         with self._lock:
             self.refuse_in_graph(what)
+            self.sync_guard.check(what)
             self._device.wait(work)
             self._device.raise_failure()
             self._learn(work)
@@ -271,8 +342,43 @@ class FakeRuntime:
         """Whether the host has waited for work, directly or by what came after it."""
         return self._known.get(work.stream, 0) > work.place
 
+    def recycle(self, tensor: Tensor) -> Tensor:
+        """The same memory as a new tensor of poison; a use of tensors made of it before is found, as after a free."""
+        with self._lock:
+            self.refuse_in_graph("recycling memory")
+            if not isinstance(tensor, FakeTensor):
+                raise HostAccessError("recycle", f"it was given a tensor on {tensor.device}")
+            old = tensor.allocation
+            made = FakeTensor(old.renewed(), tensor.shadow)
+            renew = partial(self._memory.renew, old.block)
+            self._device.submit(Work("recycle", renew, always=True), old.stream, self._known)
+            return made
+
+    def watch(self, op: OpSpec[..., Any], plan: Plan) -> Plan:
+        """The plan, with its promises held against what it does."""
+        return WatchedPlan(op, plan, self)
+
+    @contextmanager
+    def running(self, name: str) -> Iterator[None]:
+        """A capturable plan runs inside, in this thread: allocations and waits are errors that name it."""
+        before: str | None = getattr(self._here, "running", None)
+        self._here.running = name
+        try:
+            yield
+        finally:
+            self._here.running = before
+
+    def _refuse_in_run(self, what: str) -> None:
+        running: str | None = getattr(self._here, "running", None)
+        if running is not None:
+            raise BrokenPromiseError(
+                f"the plan of {running} {what} while it ran, though it is capturable: results go to `out`, what it "
+                "needs besides is scratch_bytes and persistent_bytes"
+            )
+
     def refuse_in_graph(self, what: str) -> None:
         """Raise a `CaptureError` while a graph is captured; `what` says what was tried."""
+        self._refuse_in_run(f"did what a graph cannot hold ({what})")
         if self._graph is not None:
             raise CaptureError(f"{what} while a graph is captured: a graph holds device work of one stream alone")
 
@@ -282,79 +388,7 @@ class FakeRuntime:
 
     def _bury(self) -> None:
         """Queue the freeing of blocks whose last tensor has died."""
-        while self._pool.deaths:
-            death = self._pool.deaths.popleft()
-            self._device.submit(Work("free", _freeing(self._pool, death.block), always=True), death.stream)
-
-    def _is_pinned(self, host: Tensor) -> bool:
-        address = host.data_ptr()
-        return any(start <= address < end for start, end in list(self._pinned.items()))
-
-
-@dataclass
-class FakeEvent:
-    """A mark in a stream of the fake device."""
-
-    runtime: FakeRuntime
-    _mark: Work | None = field(default=None, repr=False)
-
-    def record(self) -> None:
-        """Mark the current end of the current stream; an older mark is forgotten."""
-        self.runtime.refuse_in_graph("event.record")
-        self._mark = self.runtime.submit(Work("event", always=True))
-
-    def wait(self) -> None:
-        """Make later work of the current stream wait for the mark."""
-        self.runtime.refuse_in_graph("event.wait")
-        if self._mark is not None:
-            self.runtime.submit(Work("wait", after=self._mark, always=True))
-
-    def synchronize(self) -> None:
-        """Block the host until the mark is reached."""
-        self.runtime.refuse_in_graph("event.synchronize")
-        if self._mark is not None:
-            self.runtime.wait_for(self._mark, "event.synchronize")
-
-    def query(self) -> bool:
-        """True when the mark has been reached; asking lets time pass."""
-        self.runtime.refuse_in_graph("event.query")
-        return self._mark is None or self.runtime.poll(self._mark)
-
-
-@dataclass
-class HostCopy:
-    """A copy to the host on its way."""
-
-    runtime: FakeRuntime
-    work: Work
-    _target: Tensor = field(repr=False)
-
-    def wait(self) -> Tensor:
-        """Wait for the copy."""
-        self.runtime.wait_for(self.work, "a copy to the host")
-        return self._target
-
-    def ready(self) -> bool:
-        """Whether the copy is done."""
-        return self.runtime.poll(self.work)
-
-    @property
-    def tensor(self) -> Tensor:
-        """The values.
-
-        Raises:
-            HostReadError: the host has waited neither for the copy nor for anything behind it.
-        """
-        if not self.runtime.knows(self.work):
-            raise HostReadError(
-                "the target of a copy was read before the host waited for the copy, or an event after it"
-            )
-        return self._target
-
-
-def _freeing(pool: MemoryPool, block: Block) -> Callable[[], None]:
-    return lambda: pool.free(block)
-
-
-def _same_bytes(left: Tensor, right: Tensor) -> bool:
-    return left.contiguous().numpy().tobytes() == right.contiguous().numpy().tobytes()
+        while self._memory.deaths:
+            death = self._memory.deaths.popleft()
+            free = partial(self._memory.free, death.block, death.account)
+            self._device.submit(Work("free", free, always=True), death.stream, self._known)

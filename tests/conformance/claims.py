@@ -21,7 +21,8 @@ from deepinfer.ops.errors import OpArgumentError
 from deepinfer.ops.spec import API_VERSION
 
 PASSING = ("pass", "slow", "waived", "unsupported")
-"""Unsupported is for the suite alone to say (a device too small for far addresses), so it leaves no gap."""
+"""Unsupported leaves no gap. The suite says it, with the reason, where a device cannot be asked: one that is too small
+for far addresses, or whose runtime joins no ranks."""
 
 
 @dataclass(frozen=True)
@@ -84,31 +85,37 @@ def apply_waivers(report: Report, waivers: Sequence[Waiver], today: datetime.dat
                     result.detail = f"passes, though waived until {waiver.expires} ({waiver.reason}); remove the waiver"
 
 
-def must_pass(version: int = API_VERSION) -> dict[str, list[str]]:
-    """Case names by op that a backend must pass to claim level 1 of a contract version.
+def must_pass(version: int = API_VERSION, level: int = 1) -> dict[str, list[str]]:
+    """Case names by op that a backend must pass to claim a level of a contract version, beyond the level before.
+
+    Args:
+        version: of the contract.
+        level: 1, or 5 for the cases of several ranks.
 
     Raises:
         OpArgumentError: no list for that version.
     """
     file = resources.files("deepinfer.conformance") / "mustpass.json"
     lists: dict[str, dict[str, list[str]]] = json.loads(file.read_text(encoding="utf-8"))
-    if str(version) not in lists:
-        raise OpArgumentError(f"no must-pass list for contract version {version}; there are {', '.join(lists)}")
-    return lists[str(version)]
+    if _key(version, level) not in lists:
+        there = ", ".join(lists)
+        raise OpArgumentError(f"no must-pass list for contract version {_key(version, level)}; there are {there}")
+    return lists[_key(version, level)]
 
 
-def must_pass_gaps(results: Iterable[CaseResult], ops: Iterable[str] | None = None) -> list[str]:
+def must_pass_gaps(results: Iterable[CaseResult], ops: Iterable[str] | None = None, level: int = 1) -> list[str]:
     """Names of the must-pass list that did not pass.
 
     Args:
         results: of a run.
         ops: look at these ops only; None for all.
+        level: as in `must_pass`.
     """
     passed = {result.name for result in results if result.status in PASSING}
     chosen = None if ops is None else set(ops)
     return [
         f"{op}/{case}"
-        for op, cases in must_pass().items()
+        for op, cases in must_pass(level=level).items()
         if chosen is None or op in chosen
         for case in cases
         if f"{op}/{case}" not in passed
@@ -120,12 +127,18 @@ def write_must_pass(path: Path) -> None:
 
     `python -m deepinfer.conformance.claims` does so for the list in the package.
     """
+    from deepinfer.conformance.rank_levels import OP, rank_cases
     from deepinfer.ops.catalog import defined_ops
 
     lists = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     names = {op: [case.name for case in spec.cases() if case.tag == "small"] for op, spec in defined_ops().items()}
-    lists[str(API_VERSION)] = names
+    lists[_key(API_VERSION, 1)] = names
+    lists[_key(API_VERSION, 5)] = {OP: list(rank_cases())}
     path.write_text(json.dumps(lists, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _key(version: int, level: int) -> str:
+    return str(version) if level == 1 else f"{version}, level {level}"
 
 
 if __name__ == "__main__":

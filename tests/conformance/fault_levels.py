@@ -1,4 +1,4 @@
-"""Level 5: what an engine does when its device fails under it. Several ranks are not in contract version 1.
+"""Level 5: several ranks (`rank_levels`), and what an engine does when its device fails under it.
 
 A runtime that can be told to fail has `inject_fault`. A hard device has no such thing, and the cases say so.
 """
@@ -12,6 +12,7 @@ from functools import partial
 from typing import Literal, Protocol, cast, runtime_checkable
 
 from deepinfer.conformance.engine_levels import Bench, equal, returned, run_cases
+from deepinfer.conformance.rank_levels import run_ranks
 from deepinfer.conformance.results import CaseResult, Check
 from deepinfer.conformance.subject import open_runtime
 from deepinfer.conformance.suite import Session
@@ -41,9 +42,8 @@ class FaultyRuntime(Protocol):
 
 
 def run_faults(session: Session) -> None:
-    """Level 5: ranks, which no backend is held to yet, and faults of one device."""
-    if session.whole:
-        session.add(CaseResult(5, "ranks", "collectives", "", False, "unsupported", detail="not in contract version 1"))
+    """Level 5: ranks, and faults of one device."""
+    run_ranks(session)
     kinds: dict[str, tuple[FaultKind, bool]] = {
         "a failed launch ends the step's requests, and the engine goes on": ("failed_launch", False),
         "a failed launch among asynchronous steps": ("failed_launch", True),

@@ -1,6 +1,6 @@
 """The ladder that a backend climbs. A level is a function of the session; a claim of level n means 0 to n.
 
-Levels 3 to 5 run the engine; until their module is here they say so, and nothing passes by not being asked.
+Levels from 2 on need models and the engine, so a level's module is imported when it runs.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ import torch
 from deepinfer.conformance.results import CaseResult, Check
 from deepinfer.conformance.suite import Session
 from deepinfer.ops.catalog import defined_ops
+from deepinfer.ops.errors import HostSyncError
 from deepinfer.ops.registry import ACCEPTED_API_VERSIONS
+from deepinfer.ops.runtime import Runtime
 
 
 @dataclass(frozen=True)
@@ -42,21 +44,9 @@ LEVELS: Mapping[int, Level] = {
 
 
 def run_level(number: int, session: Session) -> None:
-    """Run one level; one that is not in this release gives one unsupported result."""
-    level = LEVELS[number]
-    module, _, name = level.run.partition(":")
-    run: Callable[[Session], None] | None = None
-    try:
-        run = getattr(importlib.import_module(module), name, None)
-    except ModuleNotFoundError as error:
-        if error.name != module:
-            raise
-    if run is None:
-        if session.whole:
-            session.add(
-                CaseResult(number, level.title, "level", "", False, "unsupported", detail="not in this release")
-            )
-        return
+    """Run one level."""
+    module, _, name = LEVELS[number].run.partition(":")
+    run: Callable[[Session], None] = getattr(importlib.import_module(module), name)
     run(session)
 
 
@@ -94,8 +84,70 @@ def _device_checks(session: Session) -> list[Check]:
     event.synchronize()
     same = torch.equal(runtime.to_host(there), host) and event.query()
     checks.append(Check("copies", same, "a tensor did not survive the way to the device and back"))
-    zeros = runtime.to_host(runtime.zeros((7, 3), torch.float32))
-    checks.append(Check("zeros", bool((zeros == 0).all()), "zeros are not zero"))
+    table = runtime.zeros((7, 3), torch.float32)
+    checks.append(Check("zeros", bool((runtime.to_host(table) == 0).all()), "zeros are not zero"))
+    wanted = torch.zeros(7, 3)
+    wanted[2:5, 1] = torch.tensor([1.0, 2.0, 3.0])
+    runtime.write(table[2:5, 1], torch.tensor([1.0, 2.0, 3.0]))
+    written = torch.equal(runtime.to_host(table), wanted)
+    checks.append(Check("write", written, "a copy into a strided view did not write its elements and no others"))
+    checks += [_stream_check(runtime), _pool_check(runtime), _late_copy_check(runtime), _time_check(runtime)]
+    checks.append(Check("waits", _asks_guard(runtime), "to_host or synchronize does not ask sync_guard"))
     kind = runtime.device.type
     checks.append(Check("device", there.device.type == kind, f"tensors are on {there.device.type}, not on {kind}"))
     return checks
+
+
+def _late_copy_check(runtime: Runtime) -> Check:
+    """A copy to the host that is begun now and waited for later."""
+    host = torch.arange(50, dtype=torch.int64)
+    copy = runtime.to_host_later(runtime.to_device(host))
+    return Check("late copies", torch.equal(copy.wait(), host), "to_host_later brought something else")
+
+
+def _time_check(runtime: Runtime) -> Check:
+    """Events are in time as they are in their stream."""
+    begun, ended = runtime.event(), runtime.event()
+    begun.record()
+    runtime.zeros((1000,), torch.float32)
+    ended.record()
+    ended.synchronize()
+    return Check("times", ended.elapsed_ms(begun) >= 0, "an event comes before one that was recorded earlier")
+
+
+def _asks_guard(runtime: Runtime) -> bool:
+    """Whether the device's blocking calls are errors where waits are forbidden."""
+    there = runtime.to_device(torch.zeros(1))
+    for call in (lambda: runtime.to_host(there), runtime.synchronize):
+        try:
+            with runtime.sync_guard.forbid("a check of the conformance suite"):
+                call()
+        except HostSyncError:
+            continue
+        return False
+    return True
+
+
+def _stream_check(runtime: Runtime) -> Check:
+    """A copy on one stream, read on another behind an event; where there is one stream both are the same."""
+    host = torch.arange(50, dtype=torch.int64)
+    side, copied = runtime.stream(), runtime.event()
+    with runtime.use_stream(side):
+        there = runtime.to_device(host)
+        copied.record()
+    copied.wait()
+    same = torch.equal(runtime.to_host(there), host)
+    copied.record()
+    with runtime.use_stream(side):
+        copied.wait()  # the memory is the side stream's, and is read by the other
+    return Check("streams", same, "a tensor did not survive the way from one stream to another")
+
+
+def _pool_check(runtime: Runtime) -> Check:
+    """A pool counts what it gave."""
+    pool = runtime.pool("conformance")
+    before = pool.stats()
+    held = pool.zeros((1000,), torch.float32)
+    grown = pool.stats().allocated_bytes - before.allocated_bytes
+    ok = held.numel() * 4 <= grown and "conformance" in runtime.pools()
+    return Check("pools", ok, f"4000 bytes from a pool are booked as {grown}")

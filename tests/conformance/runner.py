@@ -124,6 +124,14 @@ def _checks(subject: Subject, made: Made, result: CaseResult, quick: bool) -> It
     yield _aliasing(args, got)
     if quick:
         return
+    if subject.has_graphs and op.results is not None:
+        args = made.fresh()
+        outcome = compare(
+            _everything(op, args, define(args, subject.replay(args))),
+            _everything(op, wanted, want),
+            tolerance_for(op, made.args, want),
+        )
+        yield Check("capture", not outcome.failures, "; ".join(outcome.failures[:3]))
     yield check_repeat(op, lambda a: subject.run(a, poisoned=False), made.fresh, define)
     if not subject.native:
         yield from _float64(op, made, define)

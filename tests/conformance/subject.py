@@ -10,12 +10,13 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from deepinfer.conformance.values import HUGE_BYTES, copied, extent, place, transform, walk
+from deepinfer.conformance.values import HUGE_BYTES, extent, place, transform, walk
 from deepinfer.ops.backend import Backend, BindContext, Dims, Implementation, Plan
 from deepinfer.ops.host import HostRuntime
 from deepinfer.ops.registry import OpTable
@@ -67,13 +68,33 @@ class Subject:
         there = args if self._on_host else {name: self.moved(value) for name, value in args.items()}
         options = self.options(args)
         with poisoned_memory() if poisoned else plain_memory():
-            result = self.plan.run(*self.positional(there), **options)
+            returned = self.plan.run(*self.positional(there), **options)
             self.runtime.synchronize()
+        result = options.get("out", returned)  # the engine does not look at what is returned either
         if self.persistent is not None:
             dirty = int((self.runtime.to_host(self.persistent) != 0).sum())
             if dirty:
                 self.dirt.append(f"a run left {dirty} of {self.plan.persistent_bytes} bytes other than zero")
         return there, result
+
+    @property
+    def has_graphs(self) -> bool:
+        """The plan promises to fit into a graph, and the device has graphs."""
+        return self.native and self.plan.capturable and self.runtime.capabilities.graphs
+
+    def replay(self, args: Mapping[str, Any]) -> Any:
+        """As `run`, by capturing the op as a graph and replaying it once.
+
+        Raises:
+            CaptureError: or what else the device raises where the plan allocates, waits or reads on the host.
+        """
+        there = {name: self.moved(value) for name, value in args.items()}
+        positional, options = self.positional(there), self.options(args)
+        self.runtime.synchronize()
+        replay = self.runtime.capture(lambda: self.plan.run(*positional, **options))
+        replay()
+        self.runtime.synchronize()
+        return self.fetch(args, (there, options.get("out")))
 
     def fetch(self, args: Mapping[str, Any], launched: tuple[Mapping[str, Any], Any]) -> Any:
         """Results on the host; what the op wrote in place is copied back into `args`."""
@@ -98,9 +119,11 @@ class Subject:
             options["scratch"] = self._filled((self.plan.scratch_bytes,), torch.uint8)
         if self.persistent is not None:
             options["persistent"] = self.persistent
-        shaped = self.op.reference(**copied(dict(args))) if self.plan.capturable else None
-        if shaped is not None:
-            options["out"] = transform(shaped, lambda tensor: self._filled(tuple(tensor.shape), tensor.dtype))
+        if self.plan.capturable and self.op.results is not None:
+            arguments = dict(zip(self.op.signature.parameters, self.positional(args), strict=True))
+            out = self.op.results(self._filled, SimpleNamespace(**arguments))
+            if out is not None:
+                options["out"] = out
         return options
 
     def _filled(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

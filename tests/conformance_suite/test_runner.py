@@ -1,6 +1,7 @@
 """The suite's own machinery: cases, contracts, reports, waivers, saved failures, proofs."""
 
 import datetime
+import importlib
 import json
 
 import pytest
@@ -10,7 +11,7 @@ from deepinfer.conformance.claims import Waiver, apply_waivers, must_pass, must_
 from deepinfer.conformance.compare import compare
 from deepinfer.conformance.failures import find_case, load_failure, save_failure
 from deepinfer.conformance.html import histogram, page
-from deepinfer.conformance.levels import LEVELS, Level, run_level
+from deepinfer.conformance.levels import LEVELS, run_level
 from deepinfer.conformance.report import write_report
 from deepinfer.conformance.results import CaseResult, Check, Report
 from deepinfer.conformance.runner import make_case, run_case
@@ -199,11 +200,10 @@ def test_a_predicate_that_refuses_leaves_the_case_to_the_reference() -> None:
     assert rows["one row, bf16"] and not rows["width 33, bf16"]
 
 
-def test_levels_without_a_module_say_so(monkeypatch) -> None:
-    monkeypatch.setitem(LEVELS, 3, Level("engine semantics", "deepinfer.conformance.not_there:run"))
-    quiet = Session(backend_with(good), HostRuntime(), level=3)
-    run_level(3, quiet)
-    assert [(r.status, r.detail) for r in quiet.results] == [("unsupported", "not in this release")]
+def test_every_level_has_its_function() -> None:
+    for level in LEVELS.values():
+        module, _, name = level.run.partition(":")
+        assert callable(getattr(importlib.import_module(module), name)), level
 
 
 def test_level_0_refuses_a_backend_of_another_contract() -> None:

@@ -1,6 +1,7 @@
 """Choosing implementations: predicates, priorities, overrides, strict, gates, and the memory a plan asks for."""
 
 from dataclasses import dataclass
+from importlib.metadata import EntryPoint
 
 import pytest
 import torch
@@ -10,7 +11,9 @@ from deepinfer.ops.errors import BackendUnavailableError, MissingOpsError, OpArg
 from deepinfer.ops.host import HostRuntime
 from deepinfer.ops.index import visible_lens
 from deepinfer.ops.norm import rms_norm
-from deepinfer.ops.registry import OpTable, find_backend, parse_overrides
+from deepinfer.ops.registry import ENTRY_POINT_GROUP, OpTable, find_backend, find_emulated, parse_overrides
+
+BROKEN_ENTRIES = {"absent": "acme_absent:BACKEND", "wrong": "json:JSONDecoder"}
 
 
 def make_backend() -> Backend:
@@ -87,6 +90,8 @@ def test_overrides_choose_by_name_and_refuse_strangers() -> None:
     assert parse_overrides(" a=b.c , d=e ") == {"a": "b.c", "d": "e"}
     with pytest.raises(OpArgumentError, match="'broken' is not of the form"):
         parse_overrides("a=b,broken")
+    with pytest.raises(OpArgumentError, match="override of 'visible_len': no such op"):
+        table(backend, overrides={"visible_len": "acme.ours"})
 
 
 def test_a_kernel_that_fails_its_gate_falls_to_the_next_implementation() -> None:
@@ -140,5 +145,17 @@ def test_unknown_and_unavailable_backends_are_refused_by_name(monkeypatch) -> No
     monkeypatch.setattr("deepinfer.ops.registry.discover_backends", lambda: {"gone": gone, "old": old})
     with pytest.raises(BackendUnavailableError, match="cannot run here: acme_rt is not installed"):
         find_backend("gone")
-    with pytest.raises(BackendUnavailableError, match=r"contract version 0; this release accepts 1"):
-        find_backend("old")
+    for find in (find_backend, find_emulated):
+        with pytest.raises(BackendUnavailableError, match=r"contract version 0; this release accepts 1"):
+            find("old")
+
+
+def test_a_broken_package_is_listed_with_its_reason_and_harms_no_other(monkeypatch) -> None:
+    entries = [EntryPoint(name, value, ENTRY_POINT_GROUP) for name, value in BROKEN_ENTRIES.items()]
+    entries.append(EntryPoint("cpu", "deepinfer.backends.cpu:BACKEND", ENTRY_POINT_GROUP))
+    monkeypatch.setattr("deepinfer.ops.registry.entry_points", lambda group: entries)
+    assert find_backend("auto").name == find_backend("cpu").name == "cpu"
+    with pytest.raises(BackendUnavailableError, match=r"entry point absent = acme_absent:BACKEND cannot be imported"):
+        find_backend("absent")
+    with pytest.raises(BackendUnavailableError, match=r"entry point wrong = json:JSONDecoder is a type, not a Backend"):
+        find_backend("wrong")
