@@ -1,8 +1,8 @@
-"""Host hot paths in C++: block and page pools, sequences, step metadata. Sources: `core/native/`.
+"""Host hot paths in C++: block and page pools, sequences, step metadata, draft lengths. Sources: `core/native/`.
 
-Arrays are int32 and C-contiguous; anything else is a ValueError that names the array, never a silent conversion. A
-call that raises has changed nothing. A pool is not thread safe: bulk calls release the GIL, so one thread at a time may
-use it.
+Arrays are C-contiguous, and int32 where nothing else is said; anything else is a ValueError that names the array, never
+a silent conversion. A call that raises has changed nothing. A pool is not thread safe: bulk calls release the GIL, so
+one thread at a time may use it.
 """
 
 from typing import Literal, TypedDict
@@ -46,16 +46,112 @@ class PrefixStats(TypedDict):
     held_blocks: int
     held_pages: int
 
+def forecast_drafts(
+    confidences: NDArray[np.float32],
+    seqs: _Int32Array,
+    coefficients: NDArray[np.float64],
+    stand_in: NDArray[np.float32] | None = None,
+) -> NDArray[np.float32]:
+    """How likely drafts are kept up to each place, never rising along a row.
+
+    The signal of a place is the product of the row's confidences up to it, each held to 0..1; the forecast is
+    `constant + slope * signal`, held to 0..1 and to that of the place before.
+
+    Args:
+        confidences: [S, D] float32, by handle.
+        seqs: [R] int32, rows of it.
+        coefficients: [2, D] float64: constant and slope.
+        stand_in: [S, D] float32, used for a place's own confidence in its own signal.
+
+    Returns:
+        [R, D] float32.
+
+    Raises:
+        ValueError: an array has another shape or dtype, or a handle has no row.
+    """
+
+def add_verified(
+    confidences: NDArray[np.float32],
+    seqs: _Int32Array,
+    verified: _Int32Array,
+    accepted: _Int32Array,
+    sums: NDArray[np.float64],
+    stand_in: NDArray[np.float32] | None = None,
+) -> None:
+    """Add verified drafts to sums by place.
+
+    Args:
+        confidences: as in `forecast_drafts`.
+        seqs: [R] int32.
+        verified: [R] int32, drafts that were verified.
+        accepted: [R] int32, how many of them were kept.
+        sums: [5, D] float64: drafts, signal, its square, kept - signal, and that times the signal.
+        stand_in: as in `forecast_drafts`.
+
+    Raises:
+        ValueError: as `forecast_drafts`; `sums` is untouched.
+    """
+
+def rank_drafts(
+    gains: NDArray[np.float32], contexts: _Int32Array, row_price: float, context_price: float
+) -> _Int32Array:
+    """Flat indices of drafts by gain for price, highest first; equal ones (to 16 bits) in their own order.
+
+    Args:
+        gains: [R, D] float32, not negative, not rising along a row, so that a draft comes behind those before it.
+        contexts: [R] int32, tokens before the drafts of each row.
+        row_price: seconds of a row.
+        context_price: seconds per token before it.
+
+    Returns:
+        [R * D] int32.
+
+    Raises:
+        ValueError: an array has another shape or dtype.
+    """
+
+def best_count(
+    gains: NDArray[np.float32],
+    contexts: _Int32Array,
+    order: _Int32Array,
+    most: int,
+    other_rows: int,
+    *,
+    knots: NDArray[np.float64],
+    seconds: NDArray[np.float64],
+    context_price: float,
+    draft_seconds: float,
+    host_seconds: float,
+    overlaps: bool,
+) -> tuple[int, float]:
+    """How many drafts, taken in `order`, give most tokens per second, the fewest of equals; and that rate.
+
+    Args:
+        gains: [R, D] float32, tokens that each draft brings.
+        contexts: [R] int32.
+        order: [R * D] int32.
+        most: drafts to take at most.
+        other_rows: rows of the step beside the R newest tokens and the drafts.
+        knots: [K] float64 ascending, row counts; the curve ends at the last.
+        seconds: [K] float64, of a step with so many rows; straight in between.
+        context_price: seconds per row and token before it.
+        draft_seconds: of drafting behind the step.
+        host_seconds: of the host.
+        overlaps: the slower of host and device counts; otherwise their sum.
+
+    Raises:
+        ValueError: an array has another shape or dtype, an index or `most` is out of range.
+    """
+
 class PoolExhaustedError(RuntimeError):
-    """`open`, `fork` or `truncate` needs a slot, block or page and none is free."""
+    """`open`, `fork` or `import_prefix` needs slots, blocks or pages that are not free."""
 
 class KVPool:
     """Reference counted blocks and window pages, and the sequences that hold them.
 
     Ids run from 1; id 0 is the hole that padding points to, never allocated and not counted. Free lists are stacks, so
     equal calls give equal ids. Let the next query of a sequence stand at n = `num_computed`. It sees positions
-    > n - window, and a rollback takes back at most lookback - window computed tokens, so everything from
-    n - lookback + 1 on is kept: the first page held is `max(0, n - lookback + 1) // window_page`.
+    > n - window, so the first page held is `max(0, n - window + 1) // window_page`. A sequence never goes back.
 
     After `enable_prefix`, full blocks and their window pages stay findable by token ids when their sequences have
     ended. Those that no sequence holds count as free, and are given up, least recently used first, when others run out.
@@ -69,7 +165,6 @@ class KVPool:
         num_window_pages: int,
         window_page: int,
         window: int,
-        lookback: int,
         num_slots: int,
     ) -> None:
         """Make an empty pool.
@@ -80,12 +175,11 @@ class KVPool:
             num_window_pages: pages of the window group; ids 1..num_window_pages.
             window_page: tokens in a page; divides `block_size`.
             window: positions a query sees, itself included.
-            lookback: `window` plus the computed tokens that a rollback may take back.
             num_slots: sequences that may be open at once; handles 1..num_slots. A handle is also the sequence's
                 compressor state slot, 0 being that of padding.
 
         Raises:
-            ValueError: a size is out of range, `window_page` does not divide `block_size`, or `lookback < window`.
+            ValueError: a size is out of range, or `window_page` does not divide `block_size`.
             OverflowError: a window slot would not fit int32.
         """
 
@@ -99,8 +193,6 @@ class KVPool:
     def window_page(self) -> int: ...
     @property
     def window(self) -> int: ...
-    @property
-    def lookback(self) -> int: ...
     @property
     def num_slots(self) -> int: ...
     @property
@@ -128,8 +220,8 @@ class KVPool:
     def first_page(self, seq: int) -> int:
         """The page index (position // window_page) of the first window page held."""
 
-    def tokens(self, seq: int) -> _Int32Array:
-        """A copy of the token ids, [num_tokens]."""
+    def tokens(self, seq: int, start: int = 0) -> _Int32Array:
+        """A copy of the token ids from position `start` on; empty where there are none."""
 
     def blocks(self, seq: int) -> _Int32Array:
         """A copy of the block table; entry i holds positions from i * block_size."""
@@ -187,11 +279,12 @@ class KVPool:
     def close(self, seq: int) -> None:
         """Drop a sequence and all it holds; the handle is free again."""
 
-    def append(self, seqs: _Int32Array, tokens: _Int32Array) -> None:
-        """Append `tokens[i]` to sequence `seqs[i]`, one each."""
+    def append(self, seqs: _Int32Array, counts: _Int32Array, tokens: _Int32Array) -> None:
+        """Append the next `counts[i]` of the packed `tokens` to sequence `seqs[i]`.
 
-    def append_many(self, seq: int, tokens: _Int32Array) -> None:
-        """Append all `tokens` to one sequence."""
+        Raises:
+            ValueError: a sequence is named twice, a count is negative, or the counts do not add up to the tokens.
+        """
 
     def blocks_needed(self, seq: int, end: int) -> int:
         """Blocks that `reserve(seq, end)` would take."""
@@ -219,27 +312,8 @@ class KVPool:
         Blocks that are full now enter the prefix index. Where equal tokens are there already, theirs stay.
 
         Raises:
-            ValueError: a value is below `num_computed` (that is `truncate`), above `num_tokens` or not reserved, or
+            ValueError: a value is below `num_computed`, above `num_tokens` or not reserved, or
                 a sequence is named twice.
-        """
-
-    def truncate(self, seq: int, num_tokens: int) -> list[_Copy]:
-        """Roll back to the first `num_tokens` tokens; blocks and pages past them are freed.
-
-        Returns:
-            `(kind, src, dst)` copies, as of `fork`, to make on the device before the next step: a block or page that
-            other sequences share and that is to be written again is replaced. Usually empty.
-
-        Raises:
-            ValueError: more tokens than there are, or a rollback past lookback - window, counted from the largest
-                `num_computed` so far, whose window pages are freed: `release_memory` and compute again.
-            PoolExhaustedError: no free block or page for a copy.
-        """
-
-    def release_memory(self, seq: int) -> None:
-        """Preempt: free blocks and pages and set `num_computed` to 0; tokens and handle stay.
-
-        To resume from the prefix index, `close` instead and `open` again.
         """
 
     def quarantine(self, seq: int) -> None:
@@ -251,6 +325,41 @@ class KVPool:
 
     def reset_prefix(self) -> None:
         """Empty the prefix index, as after a change of weights."""
+
+    def stored_prefix(self, token_ids: _Int32Array, salt: int = 0) -> tuple[_Int32Array, _Int32Array]:
+        """The longest stored prefix of `token_ids` that a sequence can continue exactly.
+
+        Returns:
+            [n] its blocks, and [n * block_size / window_page] the window pages that are held of them, 0 for none: all
+            that a sequence behind it sees, and of those before what outlasts a shortage.
+        """
+
+    def prefix_keys(self, token_ids: _Int32Array, salt: int = 0) -> NDArray[np.uint64]:
+        """The hash chain of the full blocks of `token_ids`; empty without `enable_prefix`."""
+
+    def import_prefix(
+        self, token_ids: _Int32Array, salt: int, has_page: _Int32Array
+    ) -> tuple[_Int32Array, _Int32Array]:
+        """Enter a prefix that another pool computed. The caller writes its records before any other call.
+
+        What only the index holds is given up for it where memory is short, least recently used first.
+
+        Args:
+            token_ids: whole blocks.
+            salt: as for `open`.
+            has_page: [n * block_size / window_page], not 0 where a window page comes with it.
+
+        Returns:
+            The blocks and the window pages to write, as `stored_prefix` gives them, 0 for what is stored already or
+            does not come. Fewer blocks where the hash key of the next one belongs to another prefix.
+
+        Raises:
+            ValueError: the index is not enabled, or a size does not fit.
+            PoolExhaustedError: sequences hold too much; nothing is entered.
+        """
+
+    def forget_prefix(self, token_ids: _Int32Array, salt: int, first_block: int) -> None:
+        """Take a prefix from its block of that place on out of the index, and all that continues it."""
 
     def prefix_stats(self) -> PrefixStats:
         """Counters of the prefix index; all but `disabled` are 0 when there is none."""

@@ -90,6 +90,38 @@ class AnswerText:
         return longest
 
 
+class LazyText:
+    """Text that nothing in the engine depends on, made of all new tokens at once when somebody reads it.
+
+    Args:
+        detokenizer: fresh.
+        completion: the answer, whose token ids grow.
+    """
+
+    def __init__(self, detokenizer: IncrementalDetokenizer, completion: CompletionOutput) -> None:
+        self._detokenizer = detokenizer
+        self._completion = completion
+        self._num_fed = 0
+        self._end: int | None = None
+        self.is_finished = False
+        """No token will be added; the next `read` returns all that is left."""
+
+    def read(self) -> str:
+        """The text since the call before that will not change any more (maybe empty)."""
+        ids = self._completion.token_ids[self._num_fed : self._end]
+        self._num_fed += len(ids)
+        text = self._detokenizer.feed(ids)
+        return text + self._detokenizer.finish() if self.is_finished else text
+
+    def leave_out_last(self) -> None:
+        """The last token ends the answer and leaves no text."""
+        self._end = len(self._completion.token_ids) - 1
+
+    def finish(self) -> None:
+        """The answer is complete."""
+        self.is_finished = True
+
+
 def text_with(tokenizer: Tokenizer, completion: CompletionOutput, keep_ids: Collection[int]) -> str:
     """The text of a finished answer with some control tokens shown, ending where `completion.text` ends.
 

@@ -13,12 +13,14 @@ import torch
 from torch import Tensor
 
 from deepinfer.core.errors import ConfigError
-from deepinfer.models.interface import CacheSpec, RecordSpec
+from deepinfer.models.interface import CacheSpec, RecordSpec, StateSpec
 from deepinfer.ops.formats import PagedCache
 from deepinfer.ops.kv import copy_blocks
 from deepinfer.ops.registry import OpTable
 from deepinfer.ops.runtime import Runtime
 
+POOL = "kv_cache"
+"""Name of the memory pool that all of it comes from."""
 _ALIGN = 64  # bytes; records of every kind start on a cache line
 
 
@@ -63,7 +65,7 @@ class CacheStore:
         self.pages, page_views = _pool(runtime, num_window_pages + 1, [(r, window_page) for r in spec.window_records])
         self._records = block_views | page_views
         self._states = {
-            s.name: runtime.zeros((num_slots + 1, s.ratio + max_rollback, 2, s.width), torch.float32)
+            s.name: runtime.pool(POOL).zeros(state_shape(s, num_slots, max_rollback), torch.float32)
             for s in spec.states
         }
 
@@ -92,6 +94,11 @@ class CacheStore:
             copier(pool, src, dst)
 
 
+def state_shape(state: StateSpec, num_slots: int, max_rollback: int) -> tuple[int, int, int, int]:
+    """Of the open groups of one kind; slot 0, that of padding, comes on top."""
+    return num_slots + 1, state.ratio + max_rollback, 2, state.width
+
+
 def pool_row_bytes(records: Sequence[tuple[RecordSpec, int]]) -> int:
     """Bytes of one block or page, alignment included."""
     return sum(_aligned(count * record.format.record_bytes) for record, count in records)
@@ -104,7 +111,7 @@ def _aligned(num_bytes: int) -> int:
 def _pool(
     runtime: Runtime, rows: int, records: Sequence[tuple[RecordSpec, int]]
 ) -> tuple[Tensor, dict[str, PagedCache]]:
-    pool = runtime.zeros((rows, pool_row_bytes(records)), torch.uint8)
+    pool = runtime.pool(POOL).zeros((rows, pool_row_bytes(records)), torch.uint8)
     views, offset = {}, 0
     for record, count in records:
         used = count * record.format.record_bytes

@@ -2,24 +2,75 @@
 
 The counterpart of `core.runner`, which launches without waiting. Between the two a request's plan is an upper bound;
 here it becomes what really was.
+
+Most rows of a step bring ids and nothing else: no id that may end a request, no limit reached, nothing wanted but the
+ids. Those are found by a few comparisons over all rows, and their ids go to the block manager in one call; results take
+them from there when they are read. `OutputRecorder` sees all others token by token, and it alone decides what ends an
+answer.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
+from deepinfer.core.confidence import Float32Array
 from deepinfer.core.errors import RequestError, as_request_error
 from deepinfer.core.kv_blocks import KVBlockManager
 from deepinfer.core.output_recorder import OutputRecorder
+from deepinfer.core.outputs import RequestOutput
 from deepinfer.core.request import Request
+from deepinfer.core.request_table import BoolArray, RequestTable
 from deepinfer.core.runner import LaunchedStep
 from deepinfer.core.sampler import Sampler, TokenLogprobs
 from deepinfer.core.speculation import Drafting
 from deepinfer.core.stats import EngineStats
+from deepinfer.core.step_buffers import Int32Array
 from deepinfer.ops.runtime import Runtime
+
+
+@dataclass
+class Collected:
+    """What a step brought.
+
+    Attributes:
+        outputs: results that changed, each once.
+        ended: requests that ended, and still hold what they held.
+    """
+
+    outputs: list[RequestOutput] = field(default_factory=list)
+    ended: list[Request] = field(default_factory=list)
+
+
+@dataclass
+class _Draws:
+    """The requests that drew, on the host.
+
+    Attributes:
+        slots: [R] int32 their handles.
+        current: [R] bool, whether they still run as they did.
+        starts: [R] int32, the first entry of each in `tokens`.
+        widths: [R] int32, entries of each.
+        emitted: [R] int32, how many of them are tokens.
+        tokens: [T] int32, -1 behind the last of each.
+        logprobs: of those of them who want any.
+        logprob_rows: by place, where its logprobs start.
+        confidences: [R, D] float32, of the drafts made behind the step; None where there are none.
+    """
+
+    slots: Int32Array
+    current: BoolArray
+    starts: Int32Array
+    widths: Int32Array
+    emitted: Int32Array
+    tokens: Int32Array
+    logprobs: TokenLogprobs | None
+    logprob_rows: dict[int, int]
+    confidences: Float32Array | None
 
 
 class StepCollector:
@@ -31,6 +82,7 @@ class StepCollector:
         recorder: stop rules and text.
         blocks: is told what is stored.
         drafting: counts what was accepted; None without speculation.
+        table: the running requests.
         stats: the engine's counters.
         vocab_size: ids run from 0 to `vocab_size` - 1.
     """
@@ -42,6 +94,7 @@ class StepCollector:
         recorder: OutputRecorder,
         blocks: KVBlockManager,
         drafting: Drafting | None,
+        table: RequestTable,
         stats: EngineStats,
         vocab_size: int,
     ) -> None:
@@ -50,96 +103,152 @@ class StepCollector:
         self._recorder = recorder
         self._blocks = blocks
         self._drafting = drafting
+        self._table = table
         self._stats = stats
         self._vocab_size = vocab_size
         self.num_draft_waits = 0
         """Steps whose drafts were brought to the host."""
 
-    def collect(self, launched: LaunchedStep, fail_all: Callable[[Request, RequestError], None]) -> list[Request]:
+    def collect(self, launched: LaunchedStep, fail_all: Callable[[Request, RequestError], None]) -> Collected:
         """Wait for a launched step and record what it brought; requests preempted or ended since then are skipped.
 
         Args:
             launched: the step.
             fail_all: ends all answers to a prompt that cannot be scored.
-
-        Returns:
-            The requests that got something, or ended.
         """
-        plan = launched.plan
-        touched: list[Request] = []
-        for request, epoch, first, count, logits in launched.scored:
-            if request.epoch == epoch and request.completion.finish_reason is None:
+        plan, table = launched.plan, self._table
+        for request, generation, first, count, logits in launched.scored:
+            if table.is_current(request, generation):
                 fault = self._score_prompt(request, first, count, logits)
                 if fault is not None:
                     fail_all(request, fault)
-        drawn = launched.drawn
-        emitted: list[int] = []
-        if drawn is not None:
-            tokens = self._runtime.to_host(drawn.tokens).tolist()
-            emitted = self._runtime.to_host(drawn.num_emitted).tolist()
-            logprobs = self._sampler.fetch_logprobs(launched.logprobs) if launched.logprobs is not None else None
-            drawn.planned, drawn.is_collected = drawn.num_emitted, True  # what follows is planned from what is known
-        drafts_there = self._drafts_on_host(launched)
-        seqs, computed = [], []
-        taken_back: dict[int, int] = {}
-        start = 0
-        logprob_rows = iter(_starts([launched.num_drafts[i] + 1 for i in launched.logprob_of]))
-        wants = set(launched.logprob_of)
-        for i, (request, drafts) in enumerate(zip(launched.draws, launched.num_drafts, strict=True)):
-            first_row = next(logprob_rows) if i in wants else -1
-            if request.epoch == launched.draw_epochs[i] and request.completion.finish_reason is None:
-                count = emitted[i]
-                if self._drafting is not None:
-                    self._drafting.record(drafts, count - 1)
-                taken_back[id(request)] = drafts + 1 - count
-                request.planned_computed -= drafts + 1 - count
-                request.planned_tokens -= drafts + 1 - count
-                fault = launched.faults.get(i)
-                if fault is not None:
-                    self._recorder.fail(request, fault)
-                else:
-                    emitted_here = tokens[start : start + count]
-                    self._record(request, emitted_here, logprobs if i in wants else None, first_row)
-                if drafts_there is not None and request.waits:
-                    request.drafts = drafts_there[i]
-                    request.num_drafts = len(request.drafts)
-                touched.append(request)
-            start += drafts + 1
-        for request, epoch, count in zip(plan.requests, launched.epochs, plan.query_lens.tolist(), strict=True):
-            if request.epoch != epoch or not request.seq:
-                continue
-            request.num_computed += count - taken_back.get(id(request), 0)
-            is_scored = not request.may_generate and request.num_computed == request.num_tokens
-            if is_scored and request.completion.finish_reason is None:
-                self._recorder.finish(request, "length")  # nothing to sample
-                touched.append(request)
-            if request.completion.finish_reason != "error" and request.num_computed >= request.replay_end:
-                # What a request computed up to its end may serve another; drafts behind a stop token are not its text.
-                seqs.append(request.seq)
-                computed.append(min(request.num_computed, request.num_tokens))
-        if seqs:
-            self._blocks.commit(np.array(seqs, dtype=np.int32), np.array(computed, dtype=np.int32))
+        collected = Collected()
+        advanced = plan.query_lens.copy()
+        draws = self._fetch(launched)
+        if draws is not None:
+            self._settle(launched, draws, advanced)
+            self._record_all(launched, draws, collected)
+            self._bring_drafts(launched, draws)
+        self._advance(launched, advanced, collected)
+        if table.shares_output[plan.seqs].any():
+            collected.outputs = list({id(output): output for output in collected.outputs}.values())
         self._stats.num_steps += 1
-        return touched
+        return collected
 
-    def _drafts_on_host(self, launched: LaunchedStep) -> list[list[int]] | None:
-        """The drafts of a step whose requests need to know them; None when none does.
+    def _fetch(self, launched: LaunchedStep) -> _Draws | None:
+        """Wait for what was drawn; None when nothing was."""
+        drawn, arrivals = launched.drawn, launched.arrivals
+        if drawn is None or arrivals is None:
+            return None
+        start = time.perf_counter()
+        tokens, emitted = arrivals.tokens.wait().numpy(), arrivals.num_emitted.wait().numpy()
+        confidences = arrivals.confidences.wait().numpy() if arrivals.confidences is not None else None
+        launched.waited = time.perf_counter() - start
+        logprobs = None
+        if arrivals.logprobs is not None:
+            logprobs = TokenLogprobs(*(part.wait().numpy() for part in arrivals.logprobs))
+        drawn.note_collected(emitted)
+        widths = launched.num_drafts + 1
+        starts = np.cumsum(widths, dtype=np.int32) - widths
+        own = widths[launched.logprob_of]
+        rows = dict(zip(launched.logprob_of, (np.cumsum(own) - own).tolist(), strict=True))
+        slots = launched.plan.seqs[launched.places]
+        current = self._table.generation[slots] == launched.generations[launched.places]
+        return _Draws(slots, current, starts, widths, emitted, tokens, logprobs, rows, confidences)
 
-        Rejection judges a draft by the logits it was drawn from, which are those of the step just before; who waits for
-        the host comes too late for that and verifies none.
-        """
-        drawn = launched.drawn
-        if drawn is None or drawn.draft_logits is not None or drawn.drafts.shape[1] == 0 or self._drafting is None:
-            return None
-        if not any(request.waits for request in launched.draws):
-            return None
+    def _settle(self, launched: LaunchedStep, draws: _Draws, advanced: Int32Array) -> None:
+        """Take back what was planned beyond what was emitted, from plans and from the rows in `advanced`."""
+        taken_back = np.where(draws.current, draws.widths - draws.emitted, 0)
+        slots = draws.slots[draws.current]
+        self._table.planned_computed[slots] -= taken_back[draws.current]
+        self._table.planned_tokens[slots] -= taken_back[draws.current]
+        advanced[launched.places] -= taken_back
+        if self._drafting is not None:
+            some = draws.current
+            self._drafting.collect(
+                slots,
+                launched.num_drafts[some],
+                draws.emitted[some] - 1,
+                launched.expected[some] if launched.expected is not None else None,
+                draws.confidences[some] if draws.confidences is not None else None,
+            )
+
+    def _record_all(self, launched: LaunchedStep, draws: _Draws, collected: Collected) -> None:
+        """Record what was emitted, tell the block manager of it, and note whose result changed."""
+        table, requests = self._table, launched.draws
+        alone = self._needs_recorder(draws)
+        alone[list(launched.faults)] = True
+        alone &= draws.current
+        kept = np.where(draws.current, draws.emitted, 0)
+        first = draws.current & table.awaits_first_token[draws.slots] & ~alone
+        for place in np.flatnonzero(first).tolist():
+            self._recorder.note_first_token(requests[place])
+        table.awaits_first_token[draws.slots[first]] = False
+        for place in np.flatnonzero(alone).tolist():
+            request, start = requests[place], int(draws.starts[place])
+            fault = launched.faults.get(place)
+            if fault is not None:
+                self._recorder.fail(request, fault)
+                kept[place] = 0
+            else:
+                emitted = draws.tokens[start : start + int(draws.emitted[place])].tolist()
+                rows = draws.logprobs if place in draws.logprob_rows else None
+                kept[place] = self._record(request, emitted, rows, draws.logprob_rows.get(place, -1))
+            if request.completion.finish_reason is not None:
+                collected.ended.append(request)
+        self._stats.num_generated_tokens += int(kept.sum())
+        table.num_tokens[draws.slots] += kept
+        entries = np.arange(len(draws.tokens), dtype=np.int32)
+        is_kept = entries < np.repeat(draws.starts + kept, draws.widths)
+        self._blocks.pool.append(draws.slots[draws.current], kept[draws.current], draws.tokens[is_kept])
+        touched = requests if draws.current.all() else [requests[p] for p in np.flatnonzero(draws.current).tolist()]
+        collected.outputs = [request.output for request in touched]
+
+    def _needs_recorder(self, draws: _Draws) -> BoolArray:
+        """[R]: whether a request wants more than ids, or something that it emitted may end it."""
+        table, slots = self._table, draws.slots
+        reaches_limit = table.num_tokens[slots] + draws.emitted >= table.max_tokens[slots]
+        may_stop = np.maximum.reduceat(table.stop_counts[draws.tokens], draws.starts) > 0
+        has_no_token = draws.tokens[draws.starts + draws.emitted - 1] < 0
+        needs: BoolArray = table.is_recorded_by_token[slots] | reaches_limit | may_stop | has_no_token
+        return needs
+
+    def _bring_drafts(self, launched: LaunchedStep, draws: _Draws) -> None:
+        """Show the drafts of a step to those of its requests that need to know them."""
+        arriving = launched.arrivals.drafts if launched.arrivals is not None else None
+        waiting = np.flatnonzero(self._table.waits[draws.slots] & draws.current)
+        if arriving is None or self._drafting is None or not waiting.size:
+            return
         self.num_draft_waits += 1
-        drafts: list[list[int]] = self._runtime.to_host(drawn.drafts)[:, : self._drafting.length].tolist()
-        return drafts
+        drafts = arriving.wait()[:, : self._drafting.num_drafts].numpy()
+        self._table.num_drafts[draws.slots[waiting]] = drafts.shape[1]
+        for place, ids in zip(waiting.tolist(), drafts[waiting].tolist(), strict=True):
+            launched.draws[place].drafts = ids
 
-    def _record(self, request: Request, tokens: list[int], logprobs: TokenLogprobs | None, first_row: int) -> None:
-        """Record emitted tokens up to a stop, and make them known to the block manager."""
-        before = request.num_tokens
+    def _advance(self, launched: LaunchedStep, advanced: Int32Array, collected: Collected) -> None:
+        """Note what is computed, and store for others what may serve them."""
+        table, seqs = self._table, launched.plan.seqs
+        current = table.generation[seqs] == launched.generations
+        slots = seqs[current]
+        table.num_computed[slots] += advanced[current]
+        computed, known = table.num_computed[seqs], table.num_tokens[seqs]
+        for place in np.flatnonzero(current & ~table.may_generate[seqs] & (computed == known)).tolist():
+            request = launched.plan.requests[place]
+            if request.completion.finish_reason is None:
+                self._recorder.finish(request, "length")  # nothing to sample
+                collected.ended.append(request)
+                collected.outputs.append(request.output)
+        # What a request computed up to its end may serve another; drafts behind a stop token are not its text.
+        stored = current & (computed >= table.replay_end[seqs])
+        for request in collected.ended:
+            if request.completion.finish_reason == "error":
+                stored &= seqs != request.seq
+        if stored.any():
+            self._blocks.commit(seqs[stored], np.minimum(computed, known)[stored])
+
+    def _record(self, request: Request, tokens: list[int], logprobs: TokenLogprobs | None, first_row: int) -> int:
+        """Record emitted tokens up to a stop; returns how many were tokens."""
+        before = len(request.completion.token_ids)
         for place, token in enumerate(tokens):
             if token < 0 and request.shaper is not None:
                 self._recorder.fail_if_nothing_is_allowed(request, self._vocab_size)
@@ -147,7 +256,6 @@ class StepCollector:
                     break
             self._recorder.add_token(request, token)
             if token >= 0:
-                self._stats.num_generated_tokens += 1
                 if request.shaper is not None:
                     self._accept(request, token)
                 if logprobs is not None:
@@ -156,8 +264,7 @@ class StepCollector:
                 self._blocks.quarantine(request.seq)
             if request.completion.finish_reason is not None:
                 break
-        new = request.completion.token_ids[before - len(request.prompt_token_ids) :]
-        self._blocks.pool.append_many(request.seq, np.array(new, dtype=np.int32))
+        return len(request.completion.token_ids) - before
 
     def _accept(self, request: Request, token: int) -> None:
         """Tell a request's shaper of a token; what it raises ends that request."""
@@ -186,9 +293,3 @@ class StepCollector:
             f"the logits behind prompt position {first + bad[0]} are not finite (NaN or Inf), so the prompt cannot be "
             "scored; logprobs before it are kept",
         )
-
-
-def _starts(widths: list[int]) -> list[int]:
-    """First entry of each of several runs of these widths."""
-    ends = np.cumsum(np.array(widths, dtype=np.int64))
-    return [int(end) - width for end, width in zip(ends, widths, strict=True)]

@@ -1,74 +1,31 @@
 """The engine's settings: one frozen object, validated as a whole, and the sources it is built from.
 
 Sources in order of rank: arguments, a TOML or JSON file, `DEEPINFER_*` variables, defaults. Every field of
-`EngineConfig` is also a variable (`DEEPINFER_MAX_NUM_SEQS`). What only the checkpoint or the device can decide (how
-many blocks fit, whether a length exceeds the model's) is checked where those are known. No torch here, so that a
-command line can print its help at once.
+`EngineConfig` is also a variable (`DEEPINFER_MAX_NUM_SEQS`); `core.environment` reads them. What only the checkpoint or
+the device can decide (how many blocks fit, whether a length exceeds the model's) is checked where those are known. No
+torch here, so that a command line can print its help at once.
 """
 
 from __future__ import annotations
 
-import difflib
 import json
 import math
 import os
 import re
 import tomllib
-import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, TypedDict
 
+from deepinfer.core.environment import FALSE, TRUE, close_matches, read_variables
 from deepinfer.core.errors import ConfigError
 from deepinfer.ops.show import shown
 
-ENV_PREFIX = "DEEPINFER_"
 DEFAULT_WINDOW_PAGE = 32
 MAX_SEED = 2**64 - 1
 
-_OUR_OTHER_VARIABLES = frozenset({"GOLDEN", "CACHE_DIR"})  # read by the tests
-_TRUE = ("1", "true", "yes", "on")
-_FALSE = ("0", "false", "no", "off")
-_Translation = Callable[[str], dict[str, Any]]
-_RENAMED: dict[str, _Translation] = {
-    "ENGRAM_FORCE_GPU_STORAGE": lambda text: {} if text in _FALSE else {"engram": "memory"},
-    "USE_NEXTN_DECODE": lambda text: _draft_length(text),
-    "ENABLE_MTP_VARLEN": lambda text: {"draft_schedule": "fixed" if text in _FALSE else "adaptive"},
-    "YOCO_PREFILL_TRUNCATION_MODE": lambda text: _TRUNCATION_MODES.get(text, {"replay": text}),
-    "YOCO_PREFILL_KEEP_TOKENS": lambda text: {"replay_keep_tokens": _RULES["replay_keep_tokens"].parse(text) or None},
-}
-"""Variables of DeepSeek's engine and the settings they mean here; our own variables outrank them."""
-_TRUNCATION_MODES: dict[str, dict[str, Any]] = {
-    "compact": {"replay": "decoder"},
-    "mask": {"replay": "decoder", "replay_form": "mask"},
-}
-_INERT = {"ENFORCE_EAGER": "1", "DFLASH_ENFORCE_EAGER": "1"}
-"""Names of features that do not exist here, with the value that asks for exactly that."""
-
-# Source: the environment of DeepSeek's DeepInfer 0.1.0.
-_ELSEWHERE = """
-    ACCELERATOR COMPUTE_SUM_SMALLER_PROBS JIT_CACHE_DIR NCCL_NUM_SMS USERBUFFER_COMM_SMS GLOO_TIMEOUT
-    REARRANGE_P2P_GROUPS OVERRIDE_NUM_EXTRA_EXPERTS EXPERT_COUNT_WINDOW_SIZE EXPERT_REARRANGEMENT_STEP_INTERVAL
-    REARRANGE_AFTER_PREFILL_IN_NORMAL_ENGINE MOE_LB_STAT_INTERVAL FORCE_IMBALANCE_RATIO FORCE_LOAD_BALANCE
-    SHOW_EPLB_DETAIL PREFILL_MAX_SUM_SEQLEN_K INDEX_ATTN_MEMORY_LIMIT USE_NEXTN_DECODE ENABLE_MTP_VARLEN
-    MAX_BACKTRACKING_TOKENS DFLASH_CONFIDENCE_HEAD_TEMPERATURE ENGRAM_PAD_TOKEN SAMPLER_FORCE_TOPK
-    DECODE_TOKEN_BLACKLIST ENFORCE_EAGER DFLASH_ENFORCE_EAGER CUDAGRAPH_BATCH_SIZE_INTERVAL
-    DFLASH_CUDAGRAPH_BATCH_SIZE_INTERVAL DECODE_PERF_CACHE_DIR DECODE_PERF_CACHE_TTL_SEC NUM_STATE_SLOTS_RATIO
-    PREFILL_STORE_EXTRA_STATE PREFILL_STORE_EXTRA_SIZE XGRAMMAR_DEBUG XGRAMMAR_TIMEOUT XGRAMMAR_DISABLE_CACHE
-    XGRAMMAR_CACHE_LIMIT_BYTES SO_BUILDER_CPUS PREFILL_ATTEMPT_INTERVAL PREFILL_ANY_ATTEMPT_INTERVAL
-    ZERO_OVERHEAD_SCHEDULING LOGGING_INTERVAL_STEP NCCL_MEMORY_SAMPLE_INTERVAL_STEPS RINGBUFFER_WARNING_INTERVAL
-    GC_INTERVAL_STEP DISABLE_SYNC_GUARD PROFILE_TORCH_CUDA_MEMORY ENABLE_MEMORY_TRACING PROFILE_HTTP_ENABLE
-    PROFILE_HTTP_PORT_BASE TORCH_PROFILER_DIR USE_MULTIMODAL_POOL MULTIMODAL_POOL_SIZE_GB MULTI_MODAL_BUFFER_SIZE
-    MULTI_MODAL_WORKER_TIMEOUT CPP_LOG_LEVEL HF_MODEL_DIR
-"""
-_KNOWN_ELSEWHERE = frozenset(_ELSEWHERE.split())
-
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
-
-
-class ConfigWarning(UserWarning):
-    """A setting that has no effect: an unknown or unsupported `DEEPINFER_*` variable."""
 
 
 class EngineSettings(TypedDict, total=False):
@@ -101,9 +58,17 @@ class EngineSettings(TypedDict, total=False):
     speculation: Literal["off", "coupled", "rejection"]
     num_drafts: int | None
     draft_schedule: Literal["adaptive", "fixed"]
+    confidence_temperature: tuple[float, ...]
+    sync_guard: bool
+    graphs: bool
+    graph_batch_sizes: tuple[int, ...]
+    max_graph_rows: int
     replay: Literal["off", "decoder", "full"]
     replay_keep_tokens: int | None
     replay_form: Literal["compact", "mask"]
+    grammar_timeout: float
+    grammar_workers: int
+    grammar_cache_bytes: int
 
 
 @dataclass(frozen=True)
@@ -134,8 +99,8 @@ class _Rule:
         low = text.strip().lower()
         if self.optional and low in ("none", "auto"):
             return None
-        if self.kind is bool and low in _TRUE + _FALSE:
-            return low in _TRUE
+        if self.kind is bool and low in TRUE + FALSE:
+            return low in TRUE
         try:
             return parse_bytes(text) if self.kind is int else float(text) if self.kind is float else text
         except ValueError:
@@ -150,6 +115,43 @@ class _Rule:
         low = "" if self.low is None else f" {'above' if self.kind is float else 'of at least'} {self.low}"
         high = "" if self.high is None else f" up to {self.high}"
         return what + low + high + (" or None" if self.optional else "")
+
+
+class _NumbersRule(_Rule):
+    """A field of one or several numbers above `low`, kept as a tuple."""
+
+    def problem(self, value: Any) -> str | None:
+        one = _Rule(float, low=self.low, high=self.high)
+        items = value if isinstance(value, tuple) else (value,)
+        fits = bool(items) and all(one.problem(item) is None and math.isfinite(item) for item in items)
+        return None if fits else f"must be one or several {self._wanted()}, got {shown(value)}"
+
+    def parse(self, text: str) -> Any:
+        try:
+            return tuple(float(item) for item in text.split(","))
+        except ValueError:
+            return text
+
+    def _wanted(self) -> str:
+        return f"numbers above {self.low}"
+
+
+class _CountsRule(_Rule):
+    """A field of any number of integers of at least `low`, kept as a tuple."""
+
+    def problem(self, value: Any) -> str | None:
+        one = _Rule(int, low=self.low)
+        fits = isinstance(value, tuple) and all(one.problem(item) is None for item in value)
+        return None if fits else f"must be {self._wanted()}, got {shown(value)}"
+
+    def parse(self, text: str) -> Any:
+        try:
+            return tuple(int(item) for item in text.split(",") if item.strip())
+        except ValueError:
+            return text
+
+    def _wanted(self) -> str:
+        return f"integers of at least {self.low}"
 
 
 def _setting(default: Any, rule: _Rule, text: str) -> Any:
@@ -226,6 +228,21 @@ class EngineConfig:
     draft_schedule: Literal["adaptive", "fixed"] = _setting(
         "adaptive", _Rule(str, choices=("adaptive", "fixed")), "verify as many drafts as pay, or always all"
     )
+    confidence_temperature: tuple[float, ...] = _setting(
+        (1.0,),
+        _NumbersRule(tuple, low=0),
+        "divides the logits of the draft's confidences: one number, or one for each draft of a block",
+    )
+    sync_guard: bool = _setting(
+        True, _Rule(bool), "with steps that are launched ahead, a host that waits inside a launch is an error"
+    )
+    graphs: bool = _setting(
+        True, _Rule(bool), "capture decode steps as graphs where the device has them and every op can be captured"
+    )
+    graph_batch_sizes: tuple[int, ...] = _setting(
+        (), _CountsRule(tuple, low=1), "row counts to capture, others are padded; none given: 1, 2, 4, then every 8"
+    )
+    max_graph_rows: int = _setting(512, _Rule(int, low=1), "rows of the largest step that is captured")
     replay: Literal["off", "decoder", "full"] = _setting(
         "off",
         _Rule(str, choices=("off", "decoder", "full")),
@@ -237,9 +254,22 @@ class EngineConfig:
     replay_form: Literal["compact", "mask"] = _setting(
         "compact", _Rule(str, choices=("compact", "mask")), "mask computes the dropped rows too, to check compact"
     )
+    grammar_timeout: float = _setting(
+        20.0, _Rule(float, low=0, high=86400), "seconds that the grammar of a structured output may take to compile"
+    )
+    grammar_workers: int = _setting(1, _Rule(int, low=1, high=64), "grammars that compile at a time")
+    grammar_cache_bytes: int = _setting(
+        1 << 30, _Rule(int, low=0), "compiled grammars to keep for requests that ask for the same"
+    )
     ops: str = _setting("", _Rule(str), "op=implementation pairs that override the choice, separated by commas")
 
     def __post_init__(self) -> None:
+        given: Any = self.confidence_temperature
+        if isinstance(given, list | int | float):  # as files and people write it
+            object.__setattr__(self, "confidence_temperature", tuple(given) if isinstance(given, list) else (given,))
+        sizes: Any = self.graph_batch_sizes
+        if isinstance(sizes, list):
+            object.__setattr__(self, "graph_batch_sizes", tuple(sizes))
         problems = [
             f"{name} {problem}" for name, rule in _RULES.items() if (problem := rule.problem(getattr(self, name)))
         ]
@@ -287,7 +317,8 @@ class EngineConfig:
             ConfigError: an unknown name, an unreadable file, or every field that is wrong; nothing else happened.
         """
         _refuse_unknown(settings, "argument")
-        merged = _read_environment(os.environ if environ is None else environ)
+        readers = {name: rule.parse for name, rule in _RULES.items()}
+        merged = read_variables(os.environ if environ is None else environ, readers)
         if config is not None:
             merged |= _read_file(Path(config))
         merged |= settings
@@ -303,7 +334,23 @@ def setting_help(name: str) -> str:
     """One line on a field, its default at the end."""
     chosen = {f.name: f for f in fields(EngineConfig)}[name]
     default = DEFAULT_WINDOW_PAGE if name == "window_page" else chosen.default
-    return str(chosen.metadata["help"]) + ("" if default in (None, "") else f" (default: {default})")
+    return str(chosen.metadata["help"]) + ("" if default in (None, "", ()) else f" (default: {default})")
+
+
+def parse_settings(pairs: Sequence[str]) -> dict[str, Any]:
+    """Settings written as `name=value`, each value as its environment variable spells it.
+
+    Raises:
+        ConfigError: an item has another form, or names no setting; values are judged by `EngineConfig`.
+    """
+    found: dict[str, Any] = {}
+    for pair in pairs:
+        name, equals, text = pair.partition("=")
+        if not equals:
+            raise ConfigError(f"{pair!r} is not of the form name=value")
+        found[name.strip()] = text
+    _refuse_unknown(found, "setting")
+    return {name: _RULES[name].parse(text) for name, text in found.items()}
 
 
 def parse_bytes(text: str) -> int:
@@ -322,32 +369,6 @@ def parse_bytes(text: str) -> int:
     return int(value)
 
 
-def _read_environment(environ: Mapping[str, str]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for variable in sorted(environ):
-        name = variable.removeprefix(ENV_PREFIX)
-        text = environ[variable]
-        if name == variable or not text.strip():
-            continue
-        if name.lower() in _RULES and name.isupper():
-            found[name.lower()] = _RULES[name.lower()].parse(text)
-        elif name in _RENAMED:
-            found = _RENAMED[name](text.strip().lower()) | found
-        elif name in _KNOWN_ELSEWHERE:
-            if _INERT.get(name) != text.strip():
-                warnings.warn(f"{variable} is not supported by this engine and has no effect", ConfigWarning, 4)
-        elif name not in _OUR_OTHER_VARIABLES:
-            hint = _close(name, [n.upper() for n in _RULES] + sorted(_KNOWN_ELSEWHERE | _RENAMED.keys()), ENV_PREFIX)
-            warnings.warn(f"{variable} is not a setting and has no effect{hint}", ConfigWarning, 4)
-    return found
-
-
-def _draft_length(text: str) -> dict[str, Any]:
-    """`USE_NEXTN_DECODE`: the most drafts of a step, 0 for no speculation."""
-    count = _RULES["num_drafts"].parse(text)
-    return {"speculation": "off"} if count == 0 else {"speculation": "coupled", "num_drafts": count}
-
-
 def _read_file(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
@@ -362,11 +383,8 @@ def _read_file(path: Path) -> dict[str, Any]:
 
 
 def _refuse_unknown(values: Mapping[str, Any], what: str) -> None:
-    unknown = [f"{what} {shown(name)} is unknown{_close(name, list(_RULES))}" for name in values if name not in _RULES]
+    unknown = [
+        f"{what} {shown(name)} is unknown{close_matches(name, list(_RULES))}" for name in values if name not in _RULES
+    ]
     if unknown:
         raise ConfigError("\n".join(unknown))
-
-
-def _close(name: str, known: list[str], prefix: str = "") -> str:
-    matches = difflib.get_close_matches(name, known, n=2, cutoff=0.6)
-    return f"; did you mean {' or '.join(prefix + match for match in matches)}?" if matches else ""

@@ -16,6 +16,10 @@ class OutOfBlocksError(DeepInferError):
     """No free block, window page or sequence slot for what was asked. Remedy: preempt a sequence and retry."""
 
 
+class KVTransferError(DeepInferError):
+    """KV records cannot be exported, or a bundle not imported here. Remedy: compute the prefix again."""
+
+
 class RequestError(DeepInferError):
     """One request cannot be served. It becomes that request's error object; other requests go on.
 

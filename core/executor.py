@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from deepinfer.core._native import KVPool
 from deepinfer.core.caches import CacheStore
 from deepinfer.core.kv_blocks import KVBlockManager
 from deepinfer.core.replay import RowCut
@@ -50,13 +51,15 @@ class Executor:
         self._blocks = blocks
         self._runtime = runtime
         self._ratios = model.cache_spec.ratios
+        self.max_window_pages = blocks.max_window_pages(2 * limits.max_rows)  # with a step in flight
+        """Most columns of a step's window tables."""
         # Two sets: the next step is planned while copies of the one before may still be read.
         self._buffers = [
             StepBuffers(
                 max_rows=limits.max_rows,
                 max_seqs=limits.max_seqs,
                 max_blocks=blocks.blocks_for(limits.max_seq_len + limits.lookahead),
-                max_window_pages=blocks.max_window_pages(2 * limits.max_rows),  # with a step in flight
+                max_window_pages=self.max_window_pages,
                 ratios=self._ratios,
                 ngram=model.cache_spec.ngram,
                 zeros=self._pinned,
@@ -71,6 +74,11 @@ class Executor:
         """Tokens per block."""
         return self._blocks.pool.block_size
 
+    @property
+    def pool(self) -> KVPool:
+        """Who holds which block; writes the metadata of steps."""
+        return self._blocks.pool
+
     def plan(self, seqs: Int32Array, query_lens: Int32Array, starts: Int32Array | None = None) -> StepMetadata:
         """Write the metadata of a step into host buffers, valid until the call after the next.
 
@@ -81,7 +89,10 @@ class Executor:
                 computed.
         """
         self._turn = 1 - self._turn
-        self._sent[self._turn].synchronize()  # a step that drew nothing was never waited for
+        sent = self._sent[self._turn]
+        if not sent.query():  # a step that drew nothing was never waited for
+            with self._runtime.sync_guard.permit("a step's buffers are still being copied"):
+                sent.synchronize()
         return self._buffers[self._turn].write(self._blocks.pool, seqs, query_lens, starts=starts)
 
     def batch(self, step: StepMetadata, logits_rows: Int32Array, cut: RowCut | None = None) -> StepBatch:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Any, Final, get_args
 
+from deepinfer.core.grammar.spec import StructuredOutput
 from deepinfer.core.replay import ReplayMode
 from deepinfer.core.sampling_params import InvalidParameterError, SamplingParams, UnsupportedParameterError
 from deepinfer.ops.show import shown
@@ -91,6 +92,14 @@ FEATURES: Final = (
         shapes_rows=True,
         waits=True,
     ),
+    Feature(
+        "structured_output, so_args",
+        lambda p: p.structured_output is not None,
+        {"structured_output": StructuredOutput(choice=["a"])},
+        shapes_rows=True,
+        waits=True,
+        needs_tokenizer=True,
+    ),
     Feature("stop", lambda p: bool(p.stop), {"stop": ["a"]}, needs_tokenizer=True),
     Feature("stop_token_ids", lambda p: bool(p.stop_token_ids), {"stop_token_ids": [3]}),
     Feature("ignore_eos", lambda p: p.ignore_eos, {"ignore_eos": True}),
@@ -105,7 +114,14 @@ FEATURES: Final = (
     Feature("detokenize=False", lambda p: not p.detokenize, {"detokenize": False}),
 )
 
-CONFLICTS: Final = (Conflict("stop", "detokenize=False", "stop strings are looked for in text, and none is made"),)
+CONFLICTS: Final = (
+    Conflict("stop", "detokenize=False", "stop strings are looked for in text, and none is made"),
+    Conflict(
+        "structured_output, so_args",
+        "ignore_eos",
+        "a form that is complete allows nothing but an end, and ignore_eos goes on behind it",
+    ),
+)
 
 _WITHOUT_TOKENIZER: Final = "it is about text, and this engine has no tokenizer"
 

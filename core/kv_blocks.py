@@ -12,8 +12,9 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from deepinfer.core._native import KVPool, PoolExhaustedError
-from deepinfer.core.errors import ConfigError, OutOfBlocksError
+from deepinfer.core.errors import ConfigError, OutOfBlocksError, RequestError
 from deepinfer.core.step_buffers import Int32Array
+from deepinfer.ops.show import shown
 
 DEFAULT_BLOCK_SIZE = 128
 DEFAULT_WINDOW_PAGE = 32
@@ -64,7 +65,6 @@ class KVBlockManager:
         num_window_pages: int | None = None,
         window_page: int | None = None,
         window: int = DEFAULT_WINDOW,
-        max_rollback: int = 0,
         num_slots: int = DEFAULT_NUM_SLOTS,
         prefix_caching: bool = False,
         page_interval: int = DEFAULT_PAGE_INTERVAL,
@@ -78,7 +78,6 @@ class KVBlockManager:
             num_window_pages: pages in the window group; by default as many tokens as the blocks hold.
             window_page: tokens in a page; by default 32, or the largest divisor it shares with `block_size`.
             window: positions a query sees, itself included.
-            max_rollback: computed tokens that `truncate` may take back, the drafts of the steps in flight.
             num_slots: sequences that may be open at once.
             prefix_caching: keep full blocks for sequences with equal tokens, until their memory is needed.
             page_interval: window pages before every multiple of so many tokens are kept longer than others.
@@ -91,8 +90,6 @@ class KVBlockManager:
             window_page = math.gcd(DEFAULT_WINDOW_PAGE, max(block_size, 1))
         if num_window_pages is None:
             num_window_pages = num_blocks * (block_size // max(window_page, 1))
-        if max_rollback < 0:
-            raise ConfigError(f"max_rollback is {max_rollback}; it must be at least 0")
         try:
             self.pool = KVPool(
                 num_blocks=num_blocks,
@@ -100,7 +97,6 @@ class KVBlockManager:
                 num_window_pages=num_window_pages,
                 window_page=window_page,
                 window=window,
-                lookback=window + max_rollback,
                 num_slots=num_slots,
             )
             if prefix_caching:
@@ -131,16 +127,11 @@ class KVBlockManager:
     def max_window_pages(self, num_rows: int) -> int:
         """The most window pages that a sequence holds while a step runs `num_rows` of its rows.
 
-        Held are the rows and the lookback - 1 positions before them, or all that run again, at worst starting on the
+        Held are the rows and the window - 1 positions before them, or all that run again, at worst starting on the
         last token of a page.
         """
-        span = max(self.pool.lookback - 1, self._max_replay) + max(num_rows, 1)
+        span = max(self.pool.window - 1, self._max_replay) + max(num_rows, 1)
         return (span + self.pool.window_page - 2) // self.pool.window_page + 1
-
-    def never_fits(self, num_tokens: int) -> bool:
-        """Whether a sequence that grows to `num_tokens` cannot run even alone and one row at a time."""
-        pages = min(-(-num_tokens // self.pool.window_page), self.max_window_pages(1))
-        return self.blocks_for(num_tokens) > self.pool.num_blocks or pages > self.pool.num_window_pages
 
     def allocate(self, num_tokens: int) -> int:
         """Open a sequence of `num_tokens` placeholder tokens (id 0) with memory for all of them, as warm-up does.
@@ -240,21 +231,6 @@ class KVBlockManager:
         """
         self.pool.commit(seqs, new_computed)
 
-    def truncate(self, seq: int, num_tokens: int) -> list[KVCopy]:
-        """Roll a sequence back to its first `num_tokens` tokens, freeing what lies past them.
-
-        Returns:
-            Copies to make on the device before the next step; empty unless the sequence shares its new tail.
-
-        Raises:
-            ValueError: the rollback is longer than `max_rollback` allows; preempt and compute again.
-            OutOfBlocksError: no memory for a copy; nothing is changed.
-        """
-        try:
-            return [KVCopy(*copy) for copy in self.pool.truncate(seq, num_tokens)]
-        except PoolExhaustedError as error:
-            raise OutOfBlocksError(str(error)) from error
-
     def fork(self, seq: int) -> tuple[int, list[KVCopy]]:
         """Open a second sequence with the same tokens and records, sharing full blocks and pages.
 
@@ -270,13 +246,20 @@ class KVBlockManager:
             raise OutOfBlocksError(str(error)) from error
         return child, [KVCopy(*copy) for copy in copies]
 
+    def import_prefix(self, token_ids: Int32Array, salt: int, has_page: Int32Array) -> tuple[Int32Array, Int32Array]:
+        """Enter a prefix that another engine computed; see `KVPool.import_prefix`. Its records are to be written next.
+
+        Raises:
+            OutOfBlocksError: sequences hold too much; nothing is entered.
+        """
+        try:
+            return self.pool.import_prefix(token_ids, salt, has_page)
+        except PoolExhaustedError as error:
+            raise OutOfBlocksError(str(error)) from error
+
     def quarantine(self, seq: int) -> None:
         """Distrust what a sequence computed: no later sequence starts from it, and it stores nothing more."""
         self.pool.quarantine(seq)
-
-    def preempt(self, seq: int) -> None:
-        """Free a sequence's memory; its tokens and handle stay, and all of it is to be computed again."""
-        self.pool.release_memory(seq)
 
     def free(self, seq: int) -> None:
         """End a sequence and free all it holds."""
@@ -284,10 +267,17 @@ class KVBlockManager:
 
 
 def prefix_salt(cache_salt: str | None) -> int:
-    """The 64-bit salt of a request's `cache_salt`; 0 where it has none."""
+    """The 64-bit salt of a request's `cache_salt`; 0 where it has none.
+
+    Raises:
+        RequestError: it is no string.
+    """
+    if cache_salt is not None and not isinstance(cache_salt, str):
+        raise RequestError("invalid_parameter", f"cache_salt is {shown(cache_salt)}; it must be a string")
     if not cache_salt:
         return 0
-    return int.from_bytes(hashlib.blake2b(cache_salt.encode(), digest_size=8).digest(), "little")
+    data = cache_salt.encode(errors="surrogatepass")  # JSON may spell half a pair
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
 
 
 def _limit(max_stored: int | None) -> int:

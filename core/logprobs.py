@@ -59,18 +59,24 @@ class LogprobTaker:
         self._process = ops.bind(process_logits)
 
     def keep(
-        self, requests: Sequence[Request], widths: Int32Array, starts: Int32Array, rows: Tensor, shaped: ShapedRows
+        self,
+        requests: Sequence[Request],
+        wanted: list[int],
+        widths: Int32Array,
+        starts: Int32Array,
+        rows: Tensor,
+        shaped: ShapedRows,
     ) -> KeptRows | None:
         """Keep the rows whose logprobs are wanted, as they will be judged; None when nobody wants any.
 
         Args:
             requests: those that draw.
+            wanted: places of those among them that want logprobs.
             widths: [R] int32 rows of each.
             starts: [R] int32 first row of each.
             rows: [T, V] float32, not shaped yet.
             shaped: what will change them.
         """
-        wanted = [i for i, r in enumerate(requests) if r.params.wants_logprobs]
         if not wanted:
             return None
         index = np.concatenate([np.arange(starts[i], starts[i] + widths[i], dtype=np.int32) for i in wanted])

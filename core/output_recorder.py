@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from deepinfer.core.answer_text import AnswerText
+from deepinfer.core.answer_text import AnswerText, LazyText
 from deepinfer.core.detokenizer import IncrementalDetokenizer
 from deepinfer.core.errors import RequestError, as_request_error
 from deepinfer.core.outputs import FinishReason, Logprob
@@ -41,12 +41,21 @@ class OutputRecorder:
             detokenizer = IncrementalDetokenizer(
                 self._tokenizer, params.skip_special_tokens, prompt_tail_ids=request.prompt_token_ids[-4:]
             )
-            request.text = AnswerText(
-                detokenizer,
-                params.stop,
-                include_stop=params.include_stop_str_in_output,
-                min_tokens=params.min_tokens,
-            )
+            if params.stop:
+                request.text = AnswerText(
+                    detokenizer,
+                    params.stop,
+                    include_stop=params.include_stop_str_in_output,
+                    min_tokens=params.min_tokens,
+                )
+            else:
+                request.lazy_text = LazyText(detokenizer, request.completion)
+                request.completion.take_text_from(request.lazy_text)
+
+    def note_first_token(self, request: Request) -> None:
+        """Note when a request's first token came, unless that was noted before."""
+        if request.output.timings.first_token is None:
+            request.output.timings.first_token = time.monotonic()
 
     def add_token(self, request: Request, token_id: int) -> None:
         """Record one sampled token and end the request where a stop rule says so; -1 is a row that has no draw."""
@@ -62,11 +71,8 @@ class OutputRecorder:
             )
             return
         completion, params = request.completion, request.params
-        timings = request.output.timings
-        if timings.first_token is None:
-            timings.first_token = time.monotonic()
+        self.note_first_token(request)
         completion.token_ids.append(token_id)
-        request.num_tokens += 1
         reason: FinishReason | None = None
         stopped_by: int | str | None = None
         if token_id in self._eos and not params.ignore_eos:
@@ -75,8 +81,11 @@ class OutputRecorder:
             reason, stopped_by = "stop", token_id
         elif len(completion.token_ids) >= params.max_tokens or request.num_tokens >= request.max_len:
             reason = "length"
-        if request.text is not None and (reason != "stop" or params.include_stop_str_in_output):
-            completion.text += request.text.feed(token_id)  # the stop token itself leaves no text
+        if reason == "stop" and not params.include_stop_str_in_output:  # the stop token itself leaves no text
+            if request.lazy_text is not None:
+                request.lazy_text.leave_out_last()
+        elif request.text is not None:
+            completion.text += request.text.feed(token_id)
             if request.text.stopped_by is not None and reason != "stop":
                 reason, stopped_by = "stop", request.text.stopped_by
         if reason is not None:
@@ -107,6 +116,8 @@ class OutputRecorder:
         completion = request.completion
         if request.text is not None:
             completion.text += request.text.finish()
+        if request.lazy_text is not None:
+            request.lazy_text.finish()
         completion.finish_reason = reason
         if all(other.finish_reason is not None for other in request.output.outputs):
             request.output.finished = True

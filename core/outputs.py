@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal, Protocol, overload
 
 from torch import Tensor
 
@@ -27,6 +28,64 @@ class Logprob:
     decoded_token: str | None = None
 
 
+class TextSource(Protocol):
+    """Makes an answer's text, when it is asked to."""
+
+    @property
+    def is_finished(self) -> bool:
+        """The next `read` returns all that is left."""
+        ...
+
+    def read(self) -> str:
+        """What has become of the text since the call before."""
+        ...
+
+
+IdSource = Callable[[int], list[int]]
+"""Gives an answer's token ids behind the first so many."""
+
+
+class _GrowingText:
+    """`CompletionOutput.text`: made when it is read, because most of an answer's states are never looked at."""
+
+    @overload
+    def __get__(self, completion: None, owner: type[CompletionOutput]) -> str: ...
+    @overload
+    def __get__(self, completion: CompletionOutput, owner: type[CompletionOutput]) -> str: ...
+    def __get__(self, completion: CompletionOutput | None, owner: type[CompletionOutput]) -> str:
+        if completion is None:
+            return ""  # the field's default
+        kept: dict[str, Any] = completion.__dict__
+        source = completion._text_source
+        if source is not None:
+            if source.is_finished:
+                completion._text_source = None
+            kept["_text"] += source.read()
+        return str(kept["_text"])
+
+    def __set__(self, completion: CompletionOutput, text: str) -> None:
+        completion.__dict__["_text"] = text
+
+
+class _GrowingIds:
+    """`CompletionOutput.token_ids`: a list that is brought up to date when it is read."""
+
+    @overload
+    def __get__(self, completion: None, owner: type[CompletionOutput]) -> tuple[int, ...]: ...
+    @overload
+    def __get__(self, completion: CompletionOutput, owner: type[CompletionOutput]) -> list[int]: ...
+    def __get__(self, completion: CompletionOutput | None, owner: type[CompletionOutput]) -> Sequence[int]:
+        if completion is None:
+            return ()  # the field's default
+        ids = completion._token_ids
+        if completion._id_source is not None:
+            ids.extend(completion._id_source(len(ids)))
+        return ids
+
+    def __set__(self, completion: CompletionOutput, token_ids: list[int] | tuple[int, ...]) -> None:
+        completion._token_ids = token_ids if isinstance(token_ids, list) else list(token_ids)
+
+
 @dataclass
 class CompletionOutput:
     """One generated answer.
@@ -43,12 +102,31 @@ class CompletionOutput:
     """
 
     index: int = 0
-    text: str = ""
-    token_ids: list[int] = field(default_factory=list)
+    text: _GrowingText = _GrowingText()
+    token_ids: _GrowingIds = _GrowingIds()
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     logprobs: list[dict[int, Logprob]] | None = None
     cumulative_logprob: float | None = None
+
+    def __post_init__(self) -> None:
+        """No sources yet."""
+        self._text_source: TextSource | None = None
+        self._id_source: IdSource | None = None
+
+    def take_text_from(self, source: TextSource) -> None:
+        """Let `text` grow by what a source makes, whenever it is read."""
+        self._text_source = source
+
+    def take_ids_from(self, source: IdSource | None) -> None:
+        """Let `token_ids` grow by what a source has, whenever it is read; None takes what there is, and no more."""
+        self._token_ids = self.token_ids
+        self._id_source = source
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies and pickles hold ids and text as they are now; they do not grow."""
+        now = {"_token_ids": self.token_ids, "_text": self.text, "_text_source": None, "_id_source": None}
+        return self.__dict__ | now
 
 
 @dataclass
@@ -93,3 +171,8 @@ class RequestOutput:
     approximate: bool = False
     num_cached_tokens: int | None = None
     timings: RequestTimings = field(default_factory=RequestTimings)
+
+    @property
+    def text(self) -> str:
+        """The first choice's text, "" if there is none."""
+        return self.outputs[0].text if self.outputs else ""

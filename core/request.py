@@ -5,17 +5,24 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field, replace
 
+import numpy as np
 from torch import Tensor
 
-from deepinfer.core.answer_text import AnswerText
+from deepinfer.core.answer_text import AnswerText, LazyText
+from deepinfer.core.grammar.shaper import GrammarShaper
+from deepinfer.core.kv_blocks import KVBlockManager
 from deepinfer.core.outputs import CompletionOutput, Logprob, RequestOutput, RequestTimings
+from deepinfer.core.request_table import RequestTable
 from deepinfer.core.sampling_params import SamplingParams
 from deepinfer.core.shaping import RowShaper
+from deepinfer.core.step_buffers import Int32Array
 
 
 @dataclass(eq=False)
 class Request:
     """A request from submission to its end; one of several answers to a prompt is a request of its own.
+
+    While it runs, its counters are in the engine's `RequestTable`; while it waits, nothing is computed or planned.
 
     Attributes:
         request_id: unique among live requests.
@@ -27,6 +34,7 @@ class Request:
         choice: which answer to the prompt this is.
         siblings: other choices that will start from this one's KV, once all of the prompt but its last token is stored.
         shaper: changes its logits; None when nothing does.
+        grammar: the part of it that holds the answer to a form; None where it may have any.
         waits: its shaper looks at tokens, so it is planned again only when they are known, and so are its drafts.
         drafts: where it waits, the drafts that its next step may verify.
         chunk_size: most rows of one step, None for the engine's budget.
@@ -38,17 +46,10 @@ class Request:
         max_stored: longest stored prefix whose window pages it may start from; None for any.
         replay_tokens: rows to run again behind a longer stored prefix without window pages; 0 to use none such.
         seq: handle in the block manager while it runs, 0 otherwise.
-        num_computed: positions whose records are stored.
-        replay_end: while it is below, rows run again for their window records alone.
-        num_tokens: known tokens, prompt and outputs.
-        planned_computed: `num_computed` once the steps in flight are done, if all their drafts are accepted.
-        planned_tokens: `num_tokens` then.
-        num_drafts: drafts that its next step may verify; they are on the device.
-        draw: its place among the draws of the newest step, -1 when it was not in it.
+        table: where its counters are while it runs.
         num_prompt_rows_planned: prompt positions whose logits are kept once the steps in flight are done.
-        epoch: counts preemptions; what a step in flight brings for an older epoch is dropped.
-        sampling_slot: the handle its sampling parameters were last set for.
-        text: makes its text; None without a tokenizer.
+        text: makes its text token by token; None without stop strings, or without a tokenizer.
+        lazy_text: makes its text when somebody reads it; None with stop strings, or without a tokenizer.
         prompt_logits: parts of the prompt's logits so far.
     """
 
@@ -61,6 +62,7 @@ class Request:
     choice: int = 0
     siblings: list[Request] = field(default_factory=list)
     shaper: RowShaper | None = None
+    grammar: GrammarShaper | None = None
     waits: bool = False
     drafts: list[int] = field(default_factory=list)
     chunk_size: int | None = None
@@ -72,17 +74,10 @@ class Request:
     max_stored: int | None = None
     replay_tokens: int = 0
     seq: int = 0
-    num_computed: int = 0
-    replay_end: int = 0
-    num_tokens: int = 0
-    planned_computed: int = 0
-    planned_tokens: int = 0
-    num_drafts: int = 0
-    draw: int = -1
+    table: RequestTable | None = None
     num_prompt_rows_planned: int = 0
-    epoch: int = 0
-    sampling_slot: int = 0
     text: AnswerText | None = None
+    lazy_text: LazyText | None = None
     prompt_logits: list[Tensor] = field(default_factory=list)
 
     @classmethod
@@ -99,7 +94,7 @@ class Request:
         output = RequestOutput(
             request_id=request_id,
             prompt=prompt,
-            prompt_token_ids=prompt_token_ids,
+            prompt_token_ids=list(prompt_token_ids),  # the caller's, who may change it while the request runs
             outputs=[CompletionOutput(index) for index in range(params.n)],
             seed=seed,
             timings=RequestTimings(arrival=time.monotonic()),
@@ -109,21 +104,41 @@ class Request:
                 completion.logprobs, completion.cumulative_logprob = [], 0.0
         if params.prompt_logprobs is not None:
             output.prompt_logprobs = [None]
-        return cls(
-            request_id,
-            prompt_token_ids,
-            params,
-            seed,
-            max_len,
-            output,
-            num_tokens=len(prompt_token_ids),
-            planned_tokens=len(prompt_token_ids),
-        )
+        return cls(request_id, prompt_token_ids, params, seed, max_len, output)
+
+    def __post_init__(self) -> None:
+        """Find the answer in progress: looking it up costs more than a step may spend on a request."""
+        self.completion: CompletionOutput = self.output.outputs[self.choice]
 
     @property
-    def completion(self) -> CompletionOutput:
-        """The answer in progress."""
-        return self.output.outputs[self.choice]
+    def num_tokens(self) -> int:
+        """Known tokens, prompt and outputs."""
+        return len(self.prompt_token_ids) + len(self.completion.token_ids)
+
+    @property
+    def num_computed(self) -> int:
+        """Positions whose records are stored."""
+        return int(self.table.num_computed[self.seq]) if self.table is not None else 0
+
+    @property
+    def planned_computed(self) -> int:
+        """`num_computed` once the steps in flight are done, if all their drafts are accepted."""
+        return int(self.table.planned_computed[self.seq]) if self.table is not None else 0
+
+    @property
+    def planned_tokens(self) -> int:
+        """`num_tokens` then."""
+        return int(self.table.planned_tokens[self.seq]) if self.table is not None else self.num_tokens
+
+    @property
+    def num_drafts(self) -> int:
+        """Drafts that its next step may verify; they are on the device."""
+        return int(self.table.num_drafts[self.seq]) if self.table is not None else 0
+
+    @property
+    def token_ids(self) -> Int32Array:
+        """A copy of all known tokens, [num_tokens] int32."""
+        return np.array(self.prompt_token_ids + self.completion.token_ids, dtype=np.int32)
 
     def new_sibling(self, choice: int) -> Request:
         """Another choice of a request that was not queued yet."""
@@ -170,23 +185,32 @@ class Request:
         """Generated tokens once the steps in flight are done, if all their drafts are accepted."""
         return self.planned_tokens - len(self.prompt_token_ids)
 
-    def start_from(self, num_stored: int, num_replayed: int = 0) -> None:
+    def run(
+        self, table: RequestTable, blocks: KVBlockManager, seq: int, num_stored: int, num_replayed: int = 0
+    ) -> None:
         """Begin to run, behind so many tokens that are stored already, the last `num_replayed` of them once more."""
-        self.num_computed = self.planned_computed = num_stored - num_replayed
-        self.replay_end = num_stored if num_replayed else 0
+        self.seq = seq
+        table.bind(self, num_stored - num_replayed, num_stored if num_replayed else 0)
+        if not table.is_recorded_by_token[seq]:
+            num_prompt = len(self.prompt_token_ids)
+            self.completion.take_ids_from(lambda have: blocks.pool.tokens(seq, num_prompt + have).tolist())
         if num_replayed:
             self.output.approximate = True
         if self.output.num_cached_tokens is None:
-            self.output.num_cached_tokens = self.num_computed
+            self.output.num_cached_tokens = num_stored - num_replayed
 
-    def forget_plans(self) -> None:
-        """Back to what is known: after a preemption, when nothing is computed."""
-        self.num_computed = self.planned_computed = self.replay_end = 0
-        self.planned_tokens = self.num_tokens
-        self.num_drafts, self.draw, self.sampling_slot = 0, -1, 0
+    def stop(self) -> None:
+        """Run no more; what the block manager holds for it is still to be freed."""
+        assert self.table is not None, "it runs"
+        self.completion.take_ids_from(None)
+        self.table.release(self)
+
+    def give_way(self) -> None:
+        """Stop, to be resumed from what is known: nothing is computed."""
+        self.stop()
         self.drafts = []
         self.num_prompt_rows_planned = self.num_prompt_rows_done
-        self.epoch += 1
+        self.output.timings.num_preemptions += 1
 
     def add_logprob(self, token_id: int, entry: dict[int, Logprob]) -> None:
         """Record the logprobs of a generated token."""

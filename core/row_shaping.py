@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from deepinfer.core.grammar.masks import GrammarMasks
 from deepinfer.core.shaping import Float32Array, RowFn, RowShape
 from deepinfer.core.step_buffers import Int32Array
 from deepinfer.core.transfer import send
@@ -36,6 +37,8 @@ class RowShaping:
         self._penalise = ops.bind(shaping.apply_penalties)
         self._put_rows = ops.bind(shaping.put_rows)
         self._gather_rows = ops.bind(heads.gather_rows)
+        self.grammar = GrammarMasks(self._runtime, vocab_size)
+        """Masks of constrained rows; filled before `apply` is called with shapes that name them."""
         self.num_host_waits = 0
         """Times a step waited for logits on the host, for a user's own functions."""
 
@@ -50,7 +53,8 @@ class RowShaping:
             What a user's own function raised, by row; it did not change that row.
         """
         with torch.inference_mode():
-            self._mask(logits, [(row, shape.mask) for row, shape in rows if shape.mask is not None])
+            self._mask_by_grammar(logits, [(row, shape.mask_row) for row, shape in rows if shape.mask_row >= 0])
+            self._mask(logits, [(r, shape.mask) for r, shape in rows if shape.mask is not None and shape.mask_row < 0])
             self._bias(logits, rows)
             self._penalties(logits, rows)
             return self._call(logits, [(row, shape.functions) for row, shape in rows if shape.functions])
@@ -65,6 +69,13 @@ class RowShaping:
         masks = dict(zip(tokens, words.view(np.int32), strict=True))
         with torch.inference_mode():
             self._mask(logits, [(row, masks[token]) for row, token in forced])
+
+    def _mask_by_grammar(self, logits: Tensor, places: Sequence[tuple[int, int]]) -> None:
+        if places:
+            mask_rows = np.full(logits.shape[0], -1, np.int32)
+            rows, masks = zip(*places, strict=True)
+            mask_rows[list(rows)] = masks
+            self._apply_bitmask(logits, self.grammar.send(), self._send(mask_rows))
 
     def _mask(self, logits: Tensor, masks: Sequence[tuple[int, Int32Array]]) -> None:
         if not masks:
@@ -83,6 +94,8 @@ class RowShaping:
         places, ids, values = [], [], []
         for row, shape in rows:
             bias_ids, bias = shape.bias_ids, shape.bias
+            if not (shape.forbidden.size or bias_ids.size):
+                continue
             if shape.forbidden.size and bias_ids.size:
                 kept = ~np.isin(bias_ids, shape.forbidden)
                 bias_ids, bias = bias_ids[kept], bias[kept]
@@ -113,7 +126,8 @@ class RowShaping:
             return {}
         there = self._send(np.array([row for row, _ in rows], np.int32))
         self.num_host_waits += 1
-        values: Float32Array = self._runtime.to_host(self._gather_rows(logits, there)).numpy().copy()
+        with self._runtime.sync_guard.permit("a user's function changes logits"):
+            values: Float32Array = self._runtime.to_host(self._gather_rows(logits, there)).numpy().copy()
         faults: dict[int, Exception] = {}
         for place, (row, functions) in enumerate(rows):
             try:

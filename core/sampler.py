@@ -8,7 +8,7 @@ alone, in any batch, and after preemption.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
@@ -140,6 +140,18 @@ class Sampler:
             send(self._seeds[slots].view(np.int64)),
             send(self._choice[slots]),
         )
+
+    def write(self, slots: Int32Array, arrays: Mapping[str, NDArray[Any]]) -> None:
+        """Write what `gather` sends into host arrays, by the names of `RowParams`; entries behind the first R stay."""
+        for name, values in (
+            ("temperature", self._temperature),
+            ("top_k", self._top_k),
+            ("top_p", self._top_p),
+            ("min_p", self._min_p),
+            ("seeds", self._seeds.view(np.int64)),
+            ("choice", self._choice),
+        ):
+            arrays[name][: len(slots)] = values[slots]
 
     def mask(self, logits: Tensor, bitmask: Tensor, rows: Tensor) -> None:
         """Forbid tokens, in place.

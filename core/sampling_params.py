@@ -13,6 +13,7 @@ from numbers import Integral, Real
 from typing import Any, Final, Literal, get_args
 
 from deepinfer.core.errors import RequestError
+from deepinfer.core.grammar.spec import StructuredOutput, read_so_args
 from deepinfer.ops.show import shown
 
 MAX_SEED: Final = 2**64 - 1
@@ -83,6 +84,8 @@ class SamplingParams:
         golden_token_ids: generate these, whatever the model says, and report their logprobs; -1 leaves a place free.
         thinking_budget: tokens of reasoning after which `</think>` is generated.
         logits_processors: name of an installed processor to its argument (`core.logits_processors`).
+        structured_output: the form that the answer must have (`core.grammar.spec`).
+        so_args: the same as DeepInfer writes it; `structured_output` is made of it.
         skip_special_tokens: leave special tokens out of the text.
         detokenize: make text.
 
@@ -115,6 +118,8 @@ class SamplingParams:
     golden_token_ids: Sequence[int] | None = None
     thinking_budget: int | None = None
     logits_processors: Mapping[str, Any] | None = None
+    structured_output: StructuredOutput | None = None
+    so_args: Mapping[str, Any] | None = None
     skip_special_tokens: bool = True
     detokenize: bool = True
 
@@ -140,6 +145,7 @@ class SamplingParams:
         if self.logprobs_mode not in get_args(LogprobsMode):
             raise self._invalid("logprobs_mode", " or ".join(map(repr, get_args(LogprobsMode))))
         self._processors()
+        self._structure()
         if isinstance(self.stop, str):
             self._set("stop", (self.stop,))
         for name in ("stop", "bad_words"):
@@ -236,6 +242,15 @@ class SamplingParams:
                 )
             bias[int(token_id)] = float(value)
         self._set("logit_bias", bias)
+
+    def _structure(self) -> None:
+        if self.so_args is not None:
+            made = read_so_args(self.so_args)
+            if self.structured_output not in (None, made):
+                raise InvalidParameterError("invalid_parameter", "give structured_output or so_args, not both")
+            self._set("structured_output", made)
+        if self.structured_output is not None and not isinstance(self.structured_output, StructuredOutput):
+            raise self._invalid("structured_output", "a StructuredOutput, or None")
 
     def _processors(self) -> None:
         value = self.logits_processors

@@ -1,8 +1,9 @@
 """Which requests run in a step, with how many rows, and who gives way when memory runs out.
 
-Policy only: bookkeeping of blocks is `core.kv_blocks`, arrays are `core.step_buffers`. One step mixes decode rows and
-prefill chunks under a budget of rows. Running requests come first, oldest first, so that the oldest always advances;
-when it cannot grow, the younger request that is cheapest to compute again gives its memory back and waits at the front.
+Policy only: bookkeeping of blocks is `core.kv_blocks`, arrays are `core.step_buffers`, and what is known of running
+requests is `core.request_table`. One step mixes decode rows and prefill chunks under a budget of rows. Running requests
+come first, oldest first, so that the oldest always advances; when it cannot grow, the younger request that is cheapest
+to compute again gives its memory back and waits at the front.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import numpy as np
 from deepinfer.core.errors import OutOfBlocksError
 from deepinfer.core.kv_blocks import NO_MATCH, KVBlockManager, KVCopy
 from deepinfer.core.request import Request
+from deepinfer.core.request_table import RequestTable
 from deepinfer.core.step_buffers import Int32Array
 
 
@@ -43,12 +45,14 @@ class Scheduler:
 
     Args:
         blocks: KV memory.
+        table: gets a row for each request that runs.
         max_num_seqs: most running requests.
         max_rows: rows of a step.
         max_rows_with_logits: most rows of one request in a step when logits of all of them are kept.
     """
 
     blocks: KVBlockManager
+    table: RequestTable
     max_num_seqs: int
     max_rows: int
     max_rows_with_logits: int = 512
@@ -57,6 +61,8 @@ class Scheduler:
     num_preemptions: int = 0
     _refused: tuple[Request, int] | None = None
     _copies: list[KVCopy] = field(default_factory=list)
+    _parents: list[Request] = field(default_factory=list)
+    _seqs: Int32Array | None = None
 
     @property
     def has_work(self) -> bool:
@@ -75,42 +81,34 @@ class Scheduler:
         """Choose the next step's rows and hold memory for them; None when nothing is left to run."""
         preemptions = self.num_preemptions
         self._start_siblings()
-        chosen: list[Request] = []
-        rows: list[int] = []
-        budget = self.max_rows
-        for request in self.running:
-            if budget == 0:
-                break
-            count = self._rows(request, budget)
-            if count < 1:
-                continue
-            chosen.append(request)
-            rows.append(count)
-            budget -= count
-        chosen, rows = self._hold_memory(chosen, rows)
-        if self.num_preemptions == preemptions:  # whoever gave way comes back before anybody new
-            self._admit(chosen, rows, self.max_rows - sum(rows))
+        chosen, seqs, rows = self._continue_running()
+        chosen, seqs, rows = self._hold_memory(chosen, seqs, rows)
+        if self.num_preemptions == preemptions and self.waiting:  # whoever gave way comes back before anybody new
+            chosen, seqs, rows = self._admit(chosen, seqs, rows)
         if not chosen:
             return None
-        seqs = np.fromiter((r.seq for r in chosen), dtype=np.int32, count=len(chosen))
-        starts = np.fromiter((r.planned_computed for r in chosen), dtype=np.int32, count=len(chosen))
         copies, self._copies = self._copies, []
-        return StepPlan(chosen, seqs, starts, np.array(rows, dtype=np.int32), copies)
+        return StepPlan(chosen, seqs, self.table.planned_computed[seqs], rows, copies)
 
     def finish(self, request: Request) -> None:
         """Drop a request wherever it is and free what it holds."""
         if request.seq:
-            self.blocks.free(request.seq)
-            request.seq = 0
-            self.running.remove(request)
+            seq = request.seq
+            request.stop()
+            self.blocks.free(seq)
+            self._leave(request)
         else:
             self.waiting.remove(request)
 
     def _start_siblings(self) -> None:
         """Start the other choices of requests whose prompts are stored up to the last token, as forks of the first."""
-        for parent in [r for r in self.running if r.siblings]:
+        parents, self._parents = self._parents, []
+        for parent in parents:
+            if not parent.seq or not parent.siblings:  # preempted or ended; it comes back with its next admission
+                continue
             stored = parent.num_computed
-            if stored < len(parent.prompt_token_ids) - 1 or stored < parent.replay_end:
+            if stored < len(parent.prompt_token_ids) - 1 or stored < self.table.replay_end[parent.seq]:
+                self._parents.append(parent)
                 continue
             siblings, parent.siblings = parent.siblings, []
             place = self.running.index(parent)
@@ -118,13 +116,41 @@ class Scheduler:
                 try:
                     if len(self.running) >= self.max_num_seqs:
                         raise OutOfBlocksError("no place among the running")
-                    sibling.seq, copies = self.blocks.fork(parent.seq)
+                    seq, copies = self.blocks.fork(parent.seq)
                 except OutOfBlocksError:  # the rest wait, and compute the prompt again or find it stored
                     self.waiting.extendleft(reversed(siblings[number - 1 :]))
                     break
-                sibling.start_from(stored)
+                sibling.run(self.table, self.blocks, seq, stored)
                 self.running.insert(place + number, sibling)
+                self._seqs = None
                 self._copies.extend(copies)
+
+    def _continue_running(self) -> tuple[list[Request], Int32Array, Int32Array]:
+        """Running requests that have rows to run under the budget, oldest first; their handles; and those rows."""
+        seqs = self.running_seqs()
+        table = self.table
+        known = table.planned_tokens[seqs]
+        rows = known - table.planned_computed[seqs]
+        decodes = (rows == 1) & (known > table.num_prompt[seqs])
+        rows = np.where(decodes, np.minimum(1 + table.num_drafts[seqs], table.max_tokens[seqs] - known), rows)
+        for place in np.flatnonzero(table.is_irregular[seqs]).tolist():
+            rows[place] = self._rows(self.running[place], self.max_rows)
+        # Whoever comes when little is left gets that much, and who comes after that gets none.
+        rows = np.clip(rows, 0, np.maximum(self.max_rows - np.cumsum(rows, dtype=np.int32) + rows, 0))
+        if (rows > 0).all():
+            return list(self.running), seqs, rows
+        places = np.flatnonzero(rows)
+        return [self.running[place] for place in places.tolist()], seqs[places], rows[places]
+
+    def running_seqs(self) -> Int32Array:
+        """[n] int32, handles of the running requests, oldest first."""
+        if self._seqs is None:
+            self._seqs = np.fromiter((r.seq for r in self.running), dtype=np.int32, count=len(self.running))
+        return self._seqs
+
+    def _leave(self, request: Request) -> None:
+        self.running.remove(request)
+        self._seqs = None
 
     def _rows(self, request: Request, budget: int) -> int:
         rows = request.next_rows(budget)
@@ -132,24 +158,21 @@ class Scheduler:
             rows = min(rows, self.max_rows_with_logits)
         return rows
 
-    def _hold_memory(self, chosen: list[Request], rows: list[int]) -> tuple[list[Request], list[int]]:
+    def _hold_memory(
+        self, chosen: list[Request], seqs: Int32Array, rows: Int32Array
+    ) -> tuple[list[Request], Int32Array, Int32Array]:
         """Reserve memory oldest first, preempting younger requests; returns those that keep their rows."""
         held = 0
         while held < len(chosen):
-            seqs = np.fromiter((r.seq for r in chosen[held:]), dtype=np.int32, count=len(chosen) - held)
-            ends = np.fromiter(
-                (r.planned_computed + n for r, n in zip(chosen[held:], rows[held:], strict=True)),
-                dtype=np.int32,
-                count=len(chosen) - held,
-            )
-            held += self.blocks.reserve_many(seqs, ends)
+            rest = seqs[held:]
+            held += self.blocks.reserve_many(rest, self.table.planned_computed[rest] + rows[held:])
             if held == len(chosen):
                 break
             victim = self._victim(chosen[held])
             self._preempt(victim)
-            keep = [i for i, r in enumerate(chosen) if r is not victim]
-            chosen, rows = [chosen[i] for i in keep], [rows[i] for i in keep]
-        return chosen, rows
+            keep = [place for place, request in enumerate(chosen) if request is not victim]
+            chosen, seqs, rows = [chosen[place] for place in keep], seqs[keep], rows[keep]
+        return chosen, seqs, rows
 
     def _victim(self, needy: Request) -> Request:
         """Whom to preempt for `needy`: of the younger ones the cheapest to compute again, else itself."""
@@ -157,23 +180,27 @@ class Scheduler:
         return min(younger, key=lambda r: r.num_computed, default=needy)
 
     def _preempt(self, request: Request) -> None:
-        self.blocks.free(request.seq)
-        request.seq = 0
-        request.forget_plans()
-        request.output.timings.num_preemptions += 1
-        self.running.remove(request)
+        seq = request.seq
+        request.give_way()
+        self.blocks.free(seq)
+        self._leave(request)
         self.waiting.appendleft(request)
         self.num_preemptions += 1
 
-    def _admit(self, chosen: list[Request], rows: list[int], budget: int) -> None:
-        """Start waiting requests while rows, places and memory last, in order of arrival."""
+    def _admit(
+        self, chosen: list[Request], seqs: Int32Array, rows: Int32Array
+    ) -> tuple[list[Request], Int32Array, Int32Array]:
+        """Start waiting requests while places, memory and rows last, in order of arrival; they join those given."""
+        begun: list[Request] = []
+        counts: list[int] = []
+        budget = self.max_rows - int(rows.sum())
         reserved = 0
         while self.waiting and budget > 0 and len(self.running) < self.max_num_seqs:
             request = self.waiting[0]
             free = self.blocks.num_free_blocks - reserved
             if self._is_still_refused(request, free):
-                return
-            tokens = np.array(request.prompt_token_ids + request.completion.token_ids, dtype=np.int32)
+                break
+            tokens = request.token_ids
             stored = NO_MATCH
             if request.use_prefix:
                 stored = self.blocks.match(
@@ -184,29 +211,36 @@ class Scheduler:
             need = most - self.blocks.blocks_for(stored.num_tokens)
             if need > free - stored.num_idle_blocks:
                 self._refused = request, free
-                return
+                break
             self._refused = None
             self.waiting.popleft()
-            request.seq = self.blocks.open(
+            seq = self.blocks.open(
                 tokens,
                 request.prefix_salt,
                 use_prefix=request.use_prefix,
                 max_stored=request.max_stored,
                 replay=request.replay_tokens,
             )
-            request.start_from(stored.num_tokens, self.blocks.pool.num_replayed(request.seq))
+            request.run(self.table, self.blocks, seq, stored.num_tokens, self.blocks.pool.num_replayed(seq))
             self.running.append(request)
+            self._seqs = None
             if request.siblings and request.planned_computed >= len(request.prompt_token_ids) - 1:
                 # Nothing is left to share but what is stored, and that they find by themselves.
                 self.waiting.extendleft(reversed(request.siblings))
                 request.siblings = []
+            if request.siblings:
+                self._parents.append(request)
             count = self._rows(request, budget)
             end = request.planned_computed + count
             self.blocks.reserve(request.seq, end)
             reserved += most - self.blocks.blocks_for(max(end, stored.num_tokens))
-            chosen.append(request)
-            rows.append(count)
+            begun.append(request)
+            counts.append(count)
             budget -= count
+        if not begun:
+            return chosen, seqs, rows
+        new = np.array([request.seq for request in begun], dtype=np.int32)
+        return chosen + begun, np.concatenate([seqs, new]), np.concatenate([rows, np.array(counts, dtype=np.int32)])
 
     def _is_still_refused(self, request: Request, free: int) -> bool:
         """Whether `request` did not fit with as many blocks free: a long prompt is not looked up in every step."""

@@ -62,7 +62,7 @@ def make_shaper(
         parts.append(FixedShape(params, context.vocab_size))
     if bad_words:
         parts.append(BadWords(bad_words))
-    if params.min_tokens and ends:
+    if params.min_tokens and ends and params.structured_output is None:  # a grammar knows when it leaves nothing else
         parts.append(MinTokens(params.min_tokens, ends))
     if (params.presence_penalty, params.frequency_penalty, params.repetition_penalty) != (0.0, 0.0, 1.0):
         parts.append(SeenTokens(params, prompt_token_ids))

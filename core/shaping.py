@@ -57,6 +57,7 @@ class RowShape:
         penalties: of seen tokens.
         functions: a user's own, last; they see logits on the host, so the step waits for them.
         forced: the only id that may be drawn, whatever stands above; -1 for none. It changes no logprob.
+        mask_row: the row of the step's grammar masks (`core.grammar.masks`) that `mask` is; -1 where it is none.
     """
 
     mask: Int32Array | None = None
@@ -66,6 +67,7 @@ class RowShape:
     penalties: Penalties | None = None
     functions: tuple[RowFn, ...] = ()
     forced: int = -1
+    mask_row: int = -1
 
     @property
     def is_plain(self) -> bool:
@@ -136,9 +138,9 @@ def merge(shapes: Sequence[RowShape]) -> RowShape:
             continue
         if merged.penalties is not None and other.penalties is not None:
             raise ValueError("two shapers of one request have penalties")
-        mask = merged.mask if other.mask is None else other.mask
-        if merged.mask is not None and other.mask is not None:
-            mask = merged.mask & other.mask
+        mask, mask_row = merged.mask, merged.mask_row
+        if other.mask is not None:
+            mask, mask_row = (other.mask, other.mask_row) if mask is None else (mask & other.mask, -1)
         bias_ids, bias = _sum(merged, other)
         merged = RowShape(
             mask,
@@ -148,6 +150,7 @@ def merge(shapes: Sequence[RowShape]) -> RowShape:
             merged.penalties or other.penalties,
             merged.functions + other.functions,
             merged.forced if merged.forced >= 0 else other.forced,
+            mask_row,
         )
     return merged
 

@@ -8,17 +8,24 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from deepinfer.core.config import ConfigWarning, EngineConfig
+    from deepinfer.core.config import EngineConfig
+    from deepinfer.core.environment import ConfigWarning
     from deepinfer.core.errors import ConfigError, DeepInferError, OutOfBlocksError, RequestError
+    from deepinfer.core.grammar.spec import StructuralTag, StructuredOutput, Tag, ToolCalls
     from deepinfer.core.outputs import CompletionOutput, Logprob, RequestOutput, RequestTimings
     from deepinfer.core.sampling_params import SamplingParams
-    from deepinfer.entrypoints.llm import LLM, StreamOutput
+    from deepinfer.entrypoints.async_llm import AsyncLLM
+    from deepinfer.entrypoints.engine_thread import EngineDeadError
+    from deepinfer.entrypoints.llm import LLM
     from deepinfer.entrypoints.prompts import ChatMessage, ChatOutput, ToolCall
+    from deepinfer.entrypoints.session import SessionClosedError
+    from deepinfer.entrypoints.stream_output import StreamOutput
 
     __version__: str
 
 __all__ = [
     "LLM",
+    "AsyncLLM",
     "ChatMessage",
     "ChatOutput",
     "CompletionOutput",
@@ -26,24 +33,36 @@ __all__ = [
     "ConfigWarning",
     "DeepInferError",
     "EngineConfig",
+    "EngineDeadError",
     "Logprob",
     "OutOfBlocksError",
     "RequestError",
     "RequestOutput",
     "RequestTimings",
     "SamplingParams",
+    "SessionClosedError",
     "StreamOutput",
+    "StructuralTag",
+    "StructuredOutput",
+    "Tag",
     "ToolCall",
+    "ToolCalls",
     "__version__",
 ]
 
 _HOMES = {
-    "deepinfer.core.config": ("ConfigWarning", "EngineConfig"),
+    "deepinfer.core.config": ("EngineConfig",),
+    "deepinfer.core.environment": ("ConfigWarning",),
     "deepinfer.core.errors": ("ConfigError", "DeepInferError", "OutOfBlocksError", "RequestError"),
+    "deepinfer.core.grammar.spec": ("StructuralTag", "StructuredOutput", "Tag", "ToolCalls"),
     "deepinfer.core.outputs": ("CompletionOutput", "Logprob", "RequestOutput", "RequestTimings"),
     "deepinfer.core.sampling_params": ("SamplingParams",),
-    "deepinfer.entrypoints.llm": ("LLM", "StreamOutput"),
+    "deepinfer.entrypoints.async_llm": ("AsyncLLM",),
+    "deepinfer.entrypoints.engine_thread": ("EngineDeadError",),
+    "deepinfer.entrypoints.llm": ("LLM",),
     "deepinfer.entrypoints.prompts": ("ChatMessage", "ChatOutput", "ToolCall"),
+    "deepinfer.entrypoints.session": ("SessionClosedError",),
+    "deepinfer.entrypoints.stream_output": ("StreamOutput",),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 

@@ -6,6 +6,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <memory>
 #include <optional>
@@ -15,6 +16,7 @@
 #include <vector>
 
 #include "arrays.hpp"
+#include "draft_lengths.hpp"
 #include "pool.hpp"
 #include "step_writer.hpp"
 
@@ -95,18 +97,17 @@ int64_t config_of(const KVPool& pool) {
 void bind_pool(py::module_& m) {
   py::class_<KVPool> cls(m, "KVPool");
   cls.def(py::init([](int64_t num_blocks, int64_t block_size, int64_t num_window_pages, int64_t window_page,
-                      int64_t window, int64_t lookback, int64_t num_slots) {
+                      int64_t window, int64_t num_slots) {
             return std::make_unique<KVPool>(
-                PoolConfig{num_blocks, block_size, num_window_pages, window_page, window, lookback, num_slots});
+                PoolConfig{num_blocks, block_size, num_window_pages, window_page, window, num_slots});
           }),
           py::arg("num_blocks"), py::arg("block_size"), py::arg("num_window_pages"), py::arg("window_page"),
-          py::arg("window"), py::arg("lookback"), py::arg("num_slots"));
+          py::arg("window"), py::arg("num_slots"));
   cls.def_property_readonly("num_blocks", config_of<&PoolConfig::num_blocks>)
       .def_property_readonly("block_size", config_of<&PoolConfig::block_size>)
       .def_property_readonly("num_window_pages", config_of<&PoolConfig::num_window_pages>)
       .def_property_readonly("window_page", config_of<&PoolConfig::window_page>)
       .def_property_readonly("window", config_of<&PoolConfig::window>)
-      .def_property_readonly("lookback", config_of<&PoolConfig::lookback>)
       .def_property_readonly("num_slots", config_of<&PoolConfig::num_slots>)
       .def_property_readonly("num_free_blocks", &KVPool::num_free_blocks)
       .def_property_readonly("num_free_pages", &KVPool::num_free_pages)
@@ -120,7 +121,14 @@ void bind_pool(py::module_& m) {
   getter("num_computed", [](const Sequence& sequence) { return sequence.num_computed; });
   getter("num_replayed", [](const Sequence& sequence) { return sequence.num_replayed; });
   getter("first_page", [](const Sequence& sequence) { return sequence.first_page; });
-  getter("tokens", [](const Sequence& sequence) { return copy_out(sequence.tokens); });
+  cls.def("tokens",
+          [](const KVPool& pool, int64_t seq, int64_t start) {
+            const std::span<const int32_t> tokens = pool.sequences().at(seq).tokens;
+            const auto size = static_cast<int64_t>(tokens.size());
+            if (start < 0) throw std::invalid_argument(text("start is ", start, "; it must be at least 0"));
+            return copy_out(tokens.subspan(static_cast<size_t>(std::min(start, size))));
+          },
+          py::arg("seq"), py::arg("start") = 0);
   getter("blocks", [](const Sequence& sequence) { return copy_out(sequence.blocks); });
   getter("pages", [](const Sequence& sequence) { return copy_out(sequence.pages); });
 
@@ -133,16 +141,9 @@ void bind_pool(py::module_& m) {
           py::arg("token_ids"), py::arg("salt") = 0, py::arg("use_prefix") = false,
           py::arg("max_stored") = PrefixUse{}.max_tokens, py::arg("replay") = 0)
       .def("close", &KVPool::close, py::arg("seq"))
-      .def("append_many",
-           [](KVPool& p, int64_t seq, const py::array& tokens) { p.append_many(seq, input_vector("tokens", tokens)); },
-           py::arg("seq"), py::arg("tokens"))
       .def("blocks_needed", &KVPool::blocks_needed, py::arg("seq"), py::arg("end"))
       .def("pages_needed", &KVPool::pages_needed, py::arg("seq"), py::arg("end"))
       .def("reserve", &KVPool::reserve, py::arg("seq"), py::arg("end"))
-      .def("truncate",
-           [](KVPool& p, int64_t seq, int64_t num_tokens) { return as_tuples(p.truncate(seq, num_tokens)); },
-           py::arg("seq"), py::arg("num_tokens"))
-      .def("release_memory", &KVPool::release_memory, py::arg("seq"))
       .def("fork",
            [](KVPool& p, int64_t seq) {
              const auto [child, copies] = p.fork(seq);
@@ -163,15 +164,40 @@ void bind_pool(py::module_& m) {
            py::arg("replay") = 0)
       .def("quarantine", &KVPool::quarantine, py::arg("seq"))
       .def("reset_prefix", &KVPool::reset_prefix)
+      .def("stored_prefix",
+           [](const KVPool& p, const py::array& tokens, uint64_t salt) {
+             const StoredPrefix stored = p.stored_prefix(input_vector("token_ids", tokens), salt);
+             return std::pair(copy_out(stored.blocks), copy_out(stored.pages));
+           },
+           py::arg("token_ids"), py::arg("salt") = 0)
+      .def("prefix_keys",
+           [](const KVPool& p, const py::array& tokens, uint64_t salt) {
+             const std::vector<uint64_t> keys = p.prefix_keys(input_vector("token_ids", tokens), salt);
+             return py::array_t<uint64_t>(static_cast<py::ssize_t>(keys.size()), keys.data());
+           },
+           py::arg("token_ids"), py::arg("salt") = 0)
+      .def("import_prefix",
+           [](KVPool& p, const py::array& tokens, uint64_t salt, const py::array& has_page) {
+             const auto t = input_vector("token_ids", tokens), h = input_vector("has_page", has_page);
+             const StoredPrefix added = p.import_prefix(t, salt, h);
+             return std::pair(copy_out(added.blocks), copy_out(added.pages));
+           },
+           py::arg("token_ids"), py::arg("salt"), py::arg("has_page"))
+      .def("forget_prefix",
+           [](KVPool& p, const py::array& tokens, uint64_t salt, int64_t first_block) {
+             p.forget_prefix(input_vector("token_ids", tokens), salt, first_block);
+           },
+           py::arg("token_ids"), py::arg("salt"), py::arg("first_block"))
       .def("prefix_stats", &as_dict);
 
   cls.def("append",
-          [](KVPool& pool, const py::array& seqs, const py::array& tokens) {
-            const auto s = input_vector("seqs", seqs), t = input_vector("tokens", tokens);
+          [](KVPool& pool, const py::array& seqs, const py::array& counts, const py::array& tokens) {
+            const auto s = input_vector("seqs", seqs), c = input_vector("counts", counts);
+            const auto t = input_vector("tokens", tokens);
             py::gil_scoped_release released;
-            pool.append(s, t);
+            pool.append(s, c, t);
           },
-          py::arg("seqs"), py::arg("tokens"))
+          py::arg("seqs"), py::arg("counts"), py::arg("tokens"))
       .def("reserve_many",
            [](KVPool& pool, const py::array& seqs, const py::array& ends) {
              const auto s = input_vector("seqs", seqs), e = input_vector("ends", ends);
@@ -202,7 +228,7 @@ void bind_pool(py::module_& m) {
 }  // namespace deepinfer
 
 PYBIND11_MODULE(_native, m) {
-  m.doc() = "Host hot paths of the engine: block and page pools, step metadata.";
+  m.doc() = "Host hot paths of the engine: block and page pools, step metadata, draft lengths.";
   py::register_exception<deepinfer::PoolExhausted>(m, "PoolExhaustedError", PyExc_RuntimeError);
   py::class_<deepinfer::BoundStepArrays>(m, "StepArrays")
       .def(py::init(&deepinfer::bind_step_arrays), py::kw_only(), py::arg("input_ids"), py::arg("positions"),
@@ -211,4 +237,5 @@ PYBIND11_MODULE(_native, m) {
            py::arg("history"), py::arg("block_tables"), py::arg("block_table_lens"), py::arg("window_tables"),
            py::arg("window_table_lens"));
   deepinfer::bind_pool(m);
+  deepinfer::bind_draft_lengths(m);
 }

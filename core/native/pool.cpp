@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <limits>
-#include <tuple>
 
 #include "text.hpp"
 
@@ -20,7 +19,6 @@ const PoolConfig& validated(const PoolConfig& config) {
       {"num_window_pages", config.num_window_pages},
       {"window_page", config.window_page},
       {"window", config.window},
-      {"lookback", config.lookback},
       {"num_slots", config.num_slots},
   };
   for (const auto& [name, value] : sizes) {
@@ -32,10 +30,6 @@ const PoolConfig& validated(const PoolConfig& config) {
   if (config.block_size % config.window_page != 0) {
     throw std::invalid_argument(
         text("window_page ", config.window_page, " does not divide block_size ", config.block_size));
-  }
-  if (config.lookback < config.window) {
-    throw std::invalid_argument(
-        text("lookback is ", config.lookback, "; it must be at least the window, ", config.window));
   }
   if ((config.num_window_pages + 1) * config.window_page - 1 > kInt32Max) {
     throw std::overflow_error(text(config.num_window_pages, " window pages of ", config.window_page,
@@ -88,16 +82,24 @@ void KVPool::close(int64_t seq) {
   sequences_.close(static_cast<int32_t>(seq));
 }
 
-void KVPool::append(std::span<const int32_t> seqs, std::span<const int32_t> tokens) {
-  require_same_size("seqs", seqs.size(), "tokens", tokens.size());
-  for (const int32_t seq : seqs) require_position("number of tokens", sequences_.at(seq).num_tokens() + 1);
-  for (size_t i = 0; i < seqs.size(); ++i) sequences_[seqs[i]].tokens.push_back(tokens[i]);
-}
-
-void KVPool::append_many(int64_t seq, std::span<const int32_t> tokens) {
-  Sequence& sequence = sequences_.at(seq);
-  require_position("number of tokens", sequence.num_tokens() + static_cast<int64_t>(tokens.size()));
-  sequence.tokens.insert(sequence.tokens.end(), tokens.begin(), tokens.end());
+void KVPool::append(std::span<const int32_t> seqs, std::span<const int32_t> counts, std::span<const int32_t> tokens) {
+  require_same_size("seqs", seqs.size(), "counts", counts.size());
+  sequences_.require_distinct(seqs);
+  int64_t total = 0;
+  for (size_t i = 0; i < seqs.size(); ++i) {
+    require_position("count", counts[i]);
+    require_position("number of tokens", sequences_[seqs[i]].num_tokens() + counts[i]);
+    total += counts[i];
+  }
+  if (total != static_cast<int64_t>(tokens.size())) {
+    throw std::invalid_argument(text("counts add up to ", total, ", tokens has ", tokens.size(), " entries"));
+  }
+  auto next = tokens.begin();
+  for (size_t i = 0; i < seqs.size(); ++i) {
+    std::vector<int32_t>& known = sequences_[seqs[i]].tokens;
+    known.insert(known.end(), next, next + counts[i]);
+    next += counts[i];
+  }
 }
 
 int64_t KVPool::blocks_needed(int64_t seq, int64_t end) const {
@@ -147,8 +149,7 @@ void KVPool::commit(std::span<const int32_t> seqs, std::span<const int32_t> new_
     sequence.num_computed = new_computed[i];
     sequence.num_replayed = 0;
     register_blocks(sequence);  // before its pages go
-    // After a rollback the formula can name a page that is gone already; it never comes back.
-    const int64_t behind = first_page(sequence.num_computed, config_.lookback) - sequence.first_page;
+    const int64_t behind = first_page(sequence.num_computed) - sequence.first_page;
     if (behind <= 0) continue;
     const auto kept = sequence.pages.begin() + behind;
     std::for_each(sequence.pages.begin(), kept, [this](int32_t page) { pages_.drop(page); });
@@ -156,62 +157,6 @@ void KVPool::commit(std::span<const int32_t> seqs, std::span<const int32_t> new_
     sequence.first_page += static_cast<int32_t>(behind);
   }
 }
-
-std::vector<Copy> KVPool::truncate(int64_t seq, int64_t num_tokens) {
-  Sequence& sequence = sequences_.at(seq);
-  if (num_tokens < 0 || num_tokens > sequence.num_tokens()) {
-    throw std::invalid_argument(
-        text("sequence ", seq, ": cannot truncate to ", num_tokens, " tokens; it has ", sequence.num_tokens()));
-  }
-  if (num_tokens == 0) {
-    free_memory(sequence);
-    sequence.tokens.clear();
-    return {};
-  }
-  if (num_tokens < sequence.num_computed) require_settled(sequence, seq, "truncated");
-  const int64_t computed = std::min<int64_t>(sequence.num_computed, num_tokens);
-  if (first_page(computed, config_.window) < sequence.first_page) {
-    throw std::invalid_argument(text("sequence ", seq, ": cannot truncate to ", num_tokens,
-                                     " tokens; its window is freed below position ",
-                                     sequence.first_page * config_.window_page,
-                                     " (a rollback takes back at most lookback - window = ",
-                                     config_.lookback - config_.window, "); release its memory and compute it again"));
-  }
-  // The part of a block or page before `computed` stays valid and the part after it is written again, so a tail that
-  // others share is replaced by a copy. What the surplus gives back may serve for it.
-  const bool rolled_back = computed < sequence.num_computed;
-  const auto replace_tail = [&](RefCountedIds& ids, std::vector<int32_t>& held, int64_t base, int64_t size) {
-    const size_t keep = std::min(held.size(), static_cast<size_t>(ceil_div(num_tokens, size) - base));
-    const bool copies = rolled_back && computed % size != 0 && ids.is_shared(held[keep - 1]);
-    const auto is_last_ref = [&](int32_t id) { return ids.refs(id) == 1; };
-    const bool fits = !copies || ids.num_free() > 0 || std::any_of(held.begin() + keep, held.end(), is_last_ref);
-    return std::tuple(keep, copies, fits);
-  };
-  const auto [blocks_kept, copy_block, block_fits] = replace_tail(blocks_, sequence.blocks, 0, config_.block_size);
-  const auto [pages_kept, copy_page, page_fits] =
-      replace_tail(pages_, sequence.pages, sequence.first_page, config_.window_page);
-  if (!block_fits) throw PoolExhausted("need 1 block to copy a shared one, 0 free");
-  if (!page_fits) throw PoolExhausted("need 1 window page to copy a shared one, 0 free");
-
-  std::vector<Copy> copies;
-  const auto shorten = [&](const char* kind, RefCountedIds& ids, std::vector<int32_t>& held, size_t keep, bool copy) {
-    ids.drop_tail(held, keep);
-    if (!copy) return;
-    make_room(&ids == &blocks_, &ids == &pages_);
-    const int32_t shared = held.back();
-    held.back() = ids.take();
-    ids.drop(shared);
-    copies.push_back({kind, shared, held.back()});
-  };
-  shorten("block", blocks_, sequence.blocks, blocks_kept, copy_block);
-  shorten("page", pages_, sequence.pages, pages_kept, copy_page);
-  sequence.tokens.resize(static_cast<size_t>(num_tokens));
-  sequence.num_computed = static_cast<int32_t>(computed);
-  unregister_tail(sequence);
-  return copies;
-}
-
-void KVPool::release_memory(int64_t seq) { free_memory(sequences_.at(seq)); }
 
 std::pair<int32_t, std::vector<Copy>> KVPool::fork(int64_t seq) {
   const Sequence& parent = sequences_.at(seq);
@@ -277,8 +222,8 @@ void KVPool::free_memory(Sequence& sequence) {
   sequence.num_replayed = 0;
 }
 
-int64_t KVPool::first_page(int64_t num_computed, int64_t reach) const {
-  return std::max<int64_t>(0, num_computed - reach + 1) / config_.window_page;
+int64_t KVPool::first_page(int64_t num_computed) const {
+  return std::max<int64_t>(0, num_computed - config_.window + 1) / config_.window_page;
 }
 
 }  // namespace deepinfer

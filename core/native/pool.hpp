@@ -1,15 +1,13 @@
 // Who holds which block and window page, for every open sequence.
 //
-// A sequence of n computed positions holds blocks for [0, n) and the window pages that a query can still see. Let the
-// next query stand at position n: it sees positions > n - window. A rollback takes back at most lookback - window
-// computed positions, to some m >= n - (lookback - window), and the query at m sees positions > m - window, so
-// everything from n - lookback + 1 on must stay. The first page kept is therefore
+// A sequence of n computed positions holds blocks for [0, n) and the window pages that the next query, at position n, can
+// see: positions > n - window. It never goes back: steps in flight may be planned beyond what turns out to be accepted,
+// but only what is known to be is committed. The first page kept is therefore
 //
-//     first_page(n) = max(0, n - lookback + 1) / window_page          (page p is freed once p < first_page(n)).
+//     first_page(n) = max(0, n - window + 1) / window_page          (page p is freed once p < first_page(n)).
 //
 // Positions >= num_computed will be written, so every block and page at or after the one that holds num_computed is
-// held by this sequence alone, and not in the prefix index. fork() and truncate() keep that true by giving out copies to
-// make.
+// held by this sequence alone, and not in the prefix index. fork() keeps that true by giving out copies to make.
 //
 // With enable_prefix(), commit() enters full blocks and their window pages into the prefix index, and open() adopts them:
 // a sequence then starts at a block boundary, and so at a page boundary, and what it adopted is never written again.
@@ -47,7 +45,6 @@ struct PoolConfig {
   int64_t num_window_pages;
   int64_t window_page;
   int64_t window;
-  int64_t lookback;
   int64_t num_slots;
 };
 
@@ -86,6 +83,12 @@ struct PrefixMatch {
   int64_t num_replayed = 0;     // of its tokens, those at its end that are to run again
 };
 
+// A prefix block by block: block ids, and the window pages of each block by slot, 0 for one that is not there.
+struct StoredPrefix {
+  std::vector<int32_t> blocks;
+  std::vector<int32_t> pages;
+};
+
 class KVPool {
  public:
   explicit KVPool(const PoolConfig& config);
@@ -99,8 +102,8 @@ class KVPool {
 
   int32_t open(std::span<const int32_t> tokens, uint64_t salt = 0, bool use_prefix = false, PrefixUse use = {});
   void close(int64_t seq);
-  void append(std::span<const int32_t> seqs, std::span<const int32_t> tokens);
-  void append_many(int64_t seq, std::span<const int32_t> tokens);
+  // The next counts[i] of the packed `tokens` go to sequence seqs[i].
+  void append(std::span<const int32_t> seqs, std::span<const int32_t> counts, std::span<const int32_t> tokens);
 
   int64_t blocks_needed(int64_t seq, int64_t end) const;
   int64_t pages_needed(int64_t seq, int64_t end) const;
@@ -108,8 +111,6 @@ class KVPool {
   int64_t reserve_many(std::span<const int32_t> seqs, std::span<const int32_t> ends);
 
   void commit(std::span<const int32_t> seqs, std::span<const int32_t> new_computed);
-  std::vector<Copy> truncate(int64_t seq, int64_t num_tokens);
-  void release_memory(int64_t seq);
   std::pair<int32_t, std::vector<Copy>> fork(int64_t seq);
 
   // Window pages behind every multiple of `page_interval` tokens outlast those of other boundaries.
@@ -118,6 +119,16 @@ class KVPool {
   // The sequence's prefix leaves the index with all that continues it, and the sequence enters nothing more.
   void quarantine(int64_t seq);
   void reset_prefix();
+
+  // The longest stored prefix that a sequence can continue exactly, with its last window pages and others worth keeping.
+  StoredPrefix stored_prefix(std::span<const int32_t> tokens, uint64_t salt) const;
+  // The hash chain of the full blocks of `tokens`.
+  std::vector<uint64_t> prefix_keys(std::span<const int32_t> tokens, uint64_t salt) const;
+  // Enters a prefix that another pool computed, with those pages for which has_page is not 0. Gives the blocks and pages
+  // whose records are to be written now, 0 where they are stored already; fewer blocks where a hash key is taken.
+  StoredPrefix import_prefix(std::span<const int32_t> tokens, uint64_t salt, std::span<const int32_t> has_page);
+  // Takes a prefix from its block `first_block` on out of the index, and all that continues it.
+  void forget_prefix(std::span<const int32_t> tokens, uint64_t salt, int64_t first_block);
   const PrefixStats& prefix_stats() const { return prefix_stats_; }
   const std::optional<PrefixIndex>& prefix_index() const { return index_; }
   int64_t num_cached_blocks() const { return blocks_.num_cached(); }
@@ -132,7 +143,7 @@ class KVPool {
   int64_t missing_pages(const Sequence& sequence, int64_t end) const;
   bool try_reserve(Sequence& sequence, int64_t end);
   void free_memory(Sequence& sequence);
-  int64_t first_page(int64_t num_computed, int64_t reach) const;
+  int64_t first_page(int64_t num_computed) const;
 
   // Gives up what is idle until this many ids hold nothing. The caller has checked num_free().
   void make_room(int64_t blocks, int64_t pages);
@@ -149,7 +160,6 @@ class KVPool {
   void register_blocks(Sequence& sequence);
   int32_t register_next_block(Sequence& sequence, int32_t parent);
   void rank_pages(int32_t tip, int64_t boundary, Rank rank);
-  void unregister_tail(Sequence& sequence);
 
   PoolConfig config_;
   RefCountedIds blocks_;

@@ -52,8 +52,8 @@ void KVPool::check_sequence(int32_t seq) const {
   require(missing_blocks(sequence, computed) == 0, "computed positions lack blocks");
   if (sequence.num_replayed == 0) {
     require(missing_pages(sequence, computed) == 0, "computed positions lack window pages");
-    require(sequence.first_page <= first_page(computed, config_.window), "the next query's window is freed");
-    require(sequence.first_page >= first_page(computed, config_.lookback), "pages behind the window are held");
+    require(sequence.first_page <= first_page(computed), "the next query's window is freed");
+    require(sequence.first_page >= first_page(computed), "pages behind the window are held");
   } else {
     require(sequence.first_page * config_.window_page == computed - sequence.num_replayed,
             "pages are not held from the first replayed position on");

@@ -46,7 +46,7 @@ void KVPool::make_room(int64_t blocks, int64_t pages) {
 }
 
 int64_t KVPool::num_window_pages_at(int64_t boundary) const {
-  return boundary / config_.window_page - first_page(boundary, config_.window);
+  return boundary / config_.window_page - first_page(boundary);
 }
 
 // Whether window pages that end here shall outlast those of other boundaries.
@@ -122,7 +122,7 @@ void KVPool::adopt(Sequence& sequence, PrefixUse use) {
   std::reverse(sequence.pages.begin(), sequence.pages.end());
   for (const int32_t page : sequence.pages) pages_.add_ref(page);
   rank_pages(tip, boundary, Rank::kKept);  // where one prompt parted, others will
-  sequence.first_page = static_cast<int32_t>(first_page(boundary, config_.window));
+  sequence.first_page = static_cast<int32_t>(first_page(boundary));
 }
 
 void KVPool::register_blocks(Sequence& sequence) {
@@ -175,28 +175,6 @@ void KVPool::rank_pages(int32_t tip, int64_t boundary, Rank rank) {
     if (page == 0) continue;
     const Rank old = pages_.rank(page);
     if (rank == Rank::kSpare ? old == Rank::kTip : old < rank) pages_.set_rank(page, rank);
-  }
-}
-
-// After a rollback: the chain ends with the last full block, and the tail, which will be written again, has no entry.
-void KVPool::unregister_tail(Sequence& sequence) {
-  if (!index_) return;
-  PrefixState& prefix = sequence.prefix;
-  const int64_t full = sequence.num_computed / config_.block_size;
-  if (prefix.num_registered > full) {
-    int32_t tip = index_->is_live(prefix.tip) ? prefix.tip.block : 0;
-    for (int64_t place = tip == 0 ? full : prefix.num_registered; place > full; --place) tip = index_->parent(tip);
-    prefix.num_registered = tip == 0 ? 0 : static_cast<int32_t>(full);
-    prefix.tip = index_->tip(tip);
-  }
-  const int64_t tail_page = sequence.num_computed / config_.window_page - sequence.first_page;
-  if (sequence.num_computed % config_.window_page != 0 && static_cast<size_t>(tail_page) < sequence.pages.size()) {
-    const int32_t page = sequence.pages[static_cast<size_t>(tail_page)];
-    if (pages_.is_cached(page)) index_->forget_page(page);
-  }
-  if (sequence.num_computed % config_.block_size != 0 && static_cast<size_t>(full) < sequence.blocks.size()) {
-    const int32_t block = sequence.blocks[static_cast<size_t>(full)];
-    if (blocks_.is_cached(block)) index_->forget(block);
   }
 }
 

@@ -34,7 +34,6 @@ class RefCountedIds {
   int64_t num_idle() const { return num_idle_; }
   int64_t num_cached() const { return num_cached_; }
   int32_t refs(int32_t id) const { return refs_[at(id)]; }
-  bool is_shared(int32_t id) const { return refs(id) > 1; }
   bool is_cached(int32_t id) const { return ranks_[at(id)] != Rank::kNone; }
   bool is_idle(int32_t id) const { return is_cached(id) && refs(id) == 0; }
   Rank rank(int32_t id) const { return ranks_[at(id)]; }

@@ -96,3 +96,13 @@ def test_a_model_without_records_has_empty_pools() -> None:
 def test_a_block_that_splits_a_group_is_refused() -> None:
     with pytest.raises(ConfigError, match="block_size 9 is not a multiple of compress ratio 2 of pairs"):
         store(block_size=9, window_page=3)
+
+
+def test_all_of_it_comes_from_the_pool_of_its_name() -> None:
+    runtime = CpuRuntime()
+    sizes = {"num_blocks": 3, "block_size": 8, "num_window_pages": 5, "window_page": 4, "num_slots": 2}
+    caches = CacheStore(SPEC, runtime, **sizes)
+    stats = runtime.pools()["kv_cache"]
+    assert stats.allocated_bytes == caches.num_bytes > 0
+    del caches
+    assert runtime.pools()["kv_cache"].allocated_bytes == 0

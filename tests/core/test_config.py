@@ -5,7 +5,8 @@ from typing import get_type_hints
 
 import pytest
 
-from deepinfer.core.config import ConfigWarning, EngineConfig, EngineSettings, parse_bytes, setting_help
+from deepinfer.core.config import EngineConfig, EngineSettings, parse_bytes, setting_help
+from deepinfer.core.environment import ConfigWarning
 from deepinfer.core.errors import ConfigError
 
 
@@ -122,8 +123,8 @@ def test_broken_variable_is_an_error() -> None:
 def test_known_names_without_the_feature_warn() -> None:
     with pytest.warns(ConfigWarning, match="DEEPINFER_NCCL_NUM_SMS is not supported by this engine"):
         load({"DEEPINFER_NCCL_NUM_SMS": "32"})
-    with pytest.warns(ConfigWarning, match="DEEPINFER_SO_BUILDER_CPUS is not supported"):
-        load({"DEEPINFER_SO_BUILDER_CPUS": "4"})
+    with pytest.warns(ConfigWarning, match="DEEPINFER_GC_INTERVAL_STEP is not supported"):
+        load({"DEEPINFER_GC_INTERVAL_STEP": "4"})
 
 
 @pytest.mark.parametrize(

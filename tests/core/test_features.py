@@ -7,7 +7,7 @@ import pytest
 
 from deepinfer import SamplingParams
 from deepinfer.core.features import CONFLICTS, FEATURES, asked, refusal
-from deepinfer.core.shapers import FixedShape, ShapingContext, make_shaper
+from deepinfer.core.shapers import BadWords, FixedShape, ShapingContext, make_shaper
 from deepinfer.core.tokenizer import Tokenizer
 
 ALWAYS = {"max_tokens", "include_stop_str_in_output", "skip_special_tokens"}
@@ -24,7 +24,7 @@ def test_the_page_is_current(pytestconfig) -> None:
 
 def test_every_parameter_belongs_to_a_feature() -> None:
     named = {name for feature in FEATURES for name in feature.example} | ALWAYS
-    named |= {"presence_penalty", "repetition_penalty", "top_k", "min_p"}
+    named |= {"presence_penalty", "repetition_penalty", "top_k", "min_p", "so_args"}
     assert named == {field.name for field in dataclasses.fields(SamplingParams)}
 
 
@@ -39,7 +39,9 @@ def test_an_example_asks_for_its_feature(feature) -> None:
 def test_what_shapes_rows_has_a_shaper(feature, pytestconfig, monkeypatch) -> None:
     monkeypatch.setattr("deepinfer.core.shapers.find_processor", lambda name: lambda *_: lambda ids, logits: logits)
     context = ShapingContext(384, (1,), Tokenizer.from_dir(pytestconfig.rootpath / "tests" / "data"))
-    shaper = make_shaper(SamplingParams(**feature.example), [5], context)
+    params = SamplingParams(**feature.example)
+    others = [] if params.structured_output is None else [BadWords([])]  # the engine makes a grammar's shaper
+    shaper = make_shaper(params, [5], context, *others)
     assert (shaper is not None) == feature.shapes_rows
     assert feature.waits == (shaper is not None and not isinstance(shaper, FixedShape))
 

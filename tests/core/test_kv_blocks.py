@@ -43,34 +43,25 @@ def test_every_shortage_is_an_out_of_blocks_error():
         manager.open(ids(1))
 
 
-def test_fork_and_truncate_name_the_copies():
-    manager = KVBlockManager(num_blocks=3, block_size=4, max_rollback=2)
+def test_fork_names_the_copies():
+    manager = KVBlockManager(num_blocks=4, block_size=4)
     seq = manager.allocate(4)
     manager.commit(ids(seq), ids(4))
     child, copies = manager.fork(seq)
     assert copies == [KVCopy("state", seq, child)]
-    assert manager.truncate(child, 3) == [KVCopy("block", 1, 2), KVCopy("page", 1, 2)]
+    seq = manager.allocate(3)
+    manager.commit(ids(seq), ids(3))
+    child, copies = manager.fork(seq)
+    assert copies == [KVCopy("block", 2, 3), KVCopy("page", 2, 3), KVCopy("state", seq, child)]
 
 
-def test_truncate_without_memory_for_a_copy_is_out_of_blocks():
-    manager = KVBlockManager(num_blocks=1, block_size=4)
-    seq = manager.allocate(4)
-    manager.commit(ids(seq), ids(4))
-    child, _ = manager.fork(seq)
-    with pytest.raises(OutOfBlocksError, match="need 1 block to copy a shared one, 0 free"):
-        manager.truncate(child, 3)
-
-
-def test_preempt_keeps_the_tokens_and_free_keeps_nothing():
+def test_free_keeps_nothing():
     manager = KVBlockManager(num_blocks=2, block_size=4)
     seq = manager.open(ids(5, 6, 7))
     manager.reserve(seq, 3)
-    manager.preempt(seq)
-    assert manager.num_free_blocks == 2
-    assert manager.pool.tokens(seq).tolist() == [5, 6, 7]
     assert manager.reserve_many(ids(seq), ids(9)) == 0
     manager.free(seq)
-    assert manager.num_free_slots == 256
+    assert (manager.num_free_blocks, manager.num_free_slots) == (2, 256)
 
 
 @pytest.mark.parametrize(
@@ -79,7 +70,7 @@ def test_preempt_keeps_the_tokens_and_free_keeps_nothing():
 def test_default_pages_divide_the_block_and_cover_as_many_tokens(block_size, window_page, num_window_pages):
     pool = KVBlockManager(10, block_size).pool
     assert (pool.window_page, pool.num_window_pages) == (window_page, num_window_pages)
-    assert pool.lookback == pool.window == 128
+    assert pool.window == 128
 
 
 @pytest.mark.parametrize(
@@ -89,7 +80,6 @@ def test_default_pages_divide_the_block_and_cover_as_many_tokens(block_size, win
         ({"block_size": 0}, "block_size is 0"),
         ({"window_page": 0}, "window_page is 0"),
         ({"window_page": 48}, "window_page 48 does not divide block_size 128"),
-        ({"max_rollback": -1}, "max_rollback is -1"),
         ({"num_window_pages": 2**30, "window_page": 128}, "slots beyond int32"),
     ],
 )
@@ -122,17 +112,8 @@ def most_pages_held(manager, num_rows, num_tokens):
 @pytest.mark.parametrize("window", [1, 2, 5, 8])
 @pytest.mark.parametrize("num_rows", [1, 3, 4])
 def test_max_window_pages_is_what_long_sequences_reach(window_page, window, num_rows):
-    manager = KVBlockManager(64, 4, window_page=window_page, window=window, max_rollback=1)
+    manager = KVBlockManager(64, 4, window_page=window_page, window=window)
     assert most_pages_held(manager, num_rows, 60) == manager.max_window_pages(num_rows)
-
-
-def test_never_fits_counts_blocks_and_the_pages_of_one_row():
-    blocks = KVBlockManager(num_blocks=2, block_size=4)
-    assert (blocks.never_fits(8), blocks.never_fits(9)) == (False, True)
-    pages = KVBlockManager(num_blocks=64, block_size=4, window_page=4, window=6, num_window_pages=2)
-    assert (pages.never_fits(8), pages.never_fits(9)) == (False, True)
-    enough = KVBlockManager(num_blocks=64, block_size=4, window_page=4, window=6, num_window_pages=3)
-    assert (enough.never_fits(256), enough.never_fits(257)) == (False, True)
 
 
 def test_errors_have_one_base_and_survive_pickling():

@@ -10,7 +10,7 @@ from deepinfer.core._native import KVPool, PoolExhaustedError
 
 
 def make_pool(**overrides):
-    sizes = dict(num_blocks=8, block_size=4, num_window_pages=12, window_page=2, window=4, lookback=6, num_slots=4)
+    sizes = dict(num_blocks=8, block_size=4, num_window_pages=12, window_page=2, window=6, num_slots=4)
     return KVPool(**(sizes | overrides))
 
 
@@ -43,7 +43,7 @@ def test_a_pool_starts_with_everything_free_but_the_holes():
         ({"num_blocks": 0}, "num_blocks is 0"),
         ({"num_slots": 2**31 - 1}, "num_slots is 2147483647"),
         ({"window_page": 3}, "window_page 3 does not divide block_size 4"),
-        ({"lookback": 3}, "lookback is 3; it must be at least the window, 4"),
+        ({"window": 0}, "window is 0"),
     ],
 )
 def test_bad_sizes_are_named(overrides, message):
@@ -90,15 +90,20 @@ def test_tokens_is_a_copy():
     assert pool.tokens(seq).tolist() == [1, 2]
 
 
-def test_append_gives_each_sequence_its_token_or_none():
+def test_append_gives_each_sequence_its_tokens_or_none():
     pool = make_pool()
     a, b = pool.open(ids(1)), pool.open(ids())
-    pool.append(ids(b, a), ids(7, 8))
-    pool.append_many(b, ids(5, 6))
+    pool.append(ids(b, a), ids(3, 1), ids(7, 5, 6, 8))
     with pytest.raises(ValueError, match="sequence 4 is not open"):
-        pool.append(ids(a, 4), ids(1, 1))
-    with pytest.raises(ValueError, match="seqs has 2 entries, tokens has 1"):
-        pool.append(ids(a, b), ids(1))
+        pool.append(ids(a, 4), ids(1, 1), ids(1, 1))
+    with pytest.raises(ValueError, match="seqs has 2 entries, counts has 1"):
+        pool.append(ids(a, b), ids(1), ids(1))
+    with pytest.raises(ValueError, match="counts add up to 3, tokens has 2 entries"):
+        pool.append(ids(a, b), ids(1, 2), ids(1, 1))
+    with pytest.raises(ValueError, match="count is -1"):
+        pool.append(ids(a, b), ids(-1, 2), ids(1))
+    with pytest.raises(ValueError, match=f"sequence {a} is named twice"):
+        pool.append(ids(a, a), ids(1, 1), ids(1, 1))
     assert pool.tokens(a).tolist() == [1, 8]
     assert pool.tokens(b).tolist() == [7, 5, 6]
 
@@ -133,8 +138,8 @@ def test_reserve_many_stops_at_the_first_that_does_not_fit():
     pool.check()
 
 
-def test_commit_keeps_the_lookback_and_frees_pages_before_it():
-    pool = make_pool()  # pages of 2, lookback 6
+def test_commit_keeps_the_window_and_frees_pages_before_it():
+    pool = make_pool()  # pages of 2, window 6
     seq = pool.open(ids(*range(16)))
     assert pool.reserve(seq, 16)
     for n, first_page in [(6, 0), (7, 1), (8, 1), (9, 2), (16, 5)]:
@@ -156,41 +161,10 @@ def test_commit_keeps_the_lookback_and_frees_pages_before_it():
 def test_commit_refuses_what_cannot_be_stored(new, message):
     pool = make_pool()
     seq = computed(pool, 4)
-    pool.append_many(seq, ids(*range(5)))
+    pool.append(ids(seq), ids(5), ids(*range(5)))
     with pytest.raises(ValueError, match=message):
         pool.commit(ids(*[seq] * len(new)), ids(*new))
     assert pool.num_computed(seq) == 4
-
-
-def test_a_rollback_within_the_slack_keeps_the_window_and_a_longer_one_is_refused():
-    pool = make_pool()
-    seq = computed(pool, 13)  # keeps positions from 8 on
-    assert pool.truncate(seq, 11) == []  # a query at 11 sees 8..11
-    assert (pool.num_computed(seq), pool.num_tokens(seq), pool.first_page(seq)) == (11, 11, 4)
-    with pytest.raises(ValueError, match="window is freed below position 8"):
-        pool.truncate(seq, 10)
-    assert pool.num_tokens(seq) == 11
-    pool.check()
-    assert pool.truncate(seq, 0) == []
-    assert free_counts(pool) == (8, 12, 3)
-    assert pool.first_page(seq) == 0
-
-
-def test_truncate_gives_back_what_was_reserved_past_the_tokens():
-    pool = make_pool()
-    seq = computed(pool, 4)
-    assert pool.reserve(seq, 20)
-    assert pool.truncate(seq, 4) == []
-    assert (len(pool.blocks(seq)), len(pool.pages(seq))) == (1, 2)
-
-
-def test_release_memory_keeps_tokens_and_handle():
-    pool = make_pool()
-    seq = computed(pool, 13)
-    pool.release_memory(seq)
-    assert free_counts(pool) == (8, 12, 3)
-    assert (pool.num_computed(seq), pool.num_tokens(seq), pool.first_page(seq)) == (0, 13, 0)
-    assert pool.reserve(seq, 13)
 
 
 def test_fork_shares_what_is_full_and_copies_the_tail():
@@ -224,32 +198,12 @@ def test_fork_at_a_boundary_copies_only_the_state():
     [({"num_slots": 1}, "sequence slot"), ({"num_blocks": 2}, "block"), ({"num_window_pages": 4}, "window page")],
 )
 def test_a_failed_fork_takes_nothing(short, message):
-    pool = make_pool(lookback=64, **short)
+    pool = make_pool(window=64, **short)
     seq = computed(pool, 7)
     before = free_counts(pool)
     with pytest.raises(PoolExhaustedError, match=f"need 1 {message}"):
         pool.fork(seq)
     assert free_counts(pool) == before
-    pool.check()
-
-
-def test_a_rollback_into_a_shared_block_copies_it():
-    pool = make_pool()
-    seq = computed(pool, 8)
-    child, _ = pool.fork(seq)
-    copies = pool.truncate(child, 7)
-    assert copies == [("block", 2, 3), ("page", 4, 1)]  # page 1 left the window when 8 tokens were committed
-    assert pool.blocks(seq).tolist() == [1, 2]
-    assert pool.blocks(child).tolist() == [1, 3]
-    pool.check()
-
-
-def test_a_rollback_without_memory_for_its_copy_changes_nothing():
-    pool = make_pool(num_blocks=2)
-    child, _ = pool.fork(computed(pool, 8))
-    with pytest.raises(PoolExhaustedError, match="need 1 block to copy a shared one, 0 free"):
-        pool.truncate(child, 7)
-    assert (pool.num_tokens(child), pool.num_computed(child)) == (8, 8)
     pool.check()
 
 
@@ -266,18 +220,16 @@ class PoolMachine(RuleBasedStateMachine):
 
     def __init__(self):
         super().__init__()
-        self.window, self.slack = 3, 2
+        self.window = 3
         self.pool = make_pool(
             num_blocks=NUM_BLOCKS,
             num_window_pages=NUM_PAGES,
             window=self.window,
-            lookback=self.window + self.slack,
             num_slots=3,
         )
         self.memory = {"block": {}, "page": {}}  # kind -> (id, offset) -> record
         self.tokens = {}
         self.computed = {}
-        self.high_water = {}
 
     def place(self, kind, seq, position):
         if kind == "block":
@@ -297,15 +249,12 @@ class PoolMachine(RuleBasedStateMachine):
                 self.pool.open(ids(*tokens))
             return multiple()
         seq = self.pool.open(ids(*tokens))
-        self.tokens[seq], self.computed[seq], self.high_water[seq] = list(tokens), 0, 0
+        self.tokens[seq], self.computed[seq] = list(tokens), 0
         return seq
 
     @rule(seq=seqs, tokens=st.lists(st.integers(0, 2), min_size=1, max_size=5))
     def append(self, seq, tokens):
-        if len(tokens) == 1:
-            self.pool.append(ids(seq), ids(*tokens))
-        else:
-            self.pool.append_many(seq, ids(*tokens))
+        self.pool.append(ids(seq), ids(len(tokens)), ids(*tokens))
         self.tokens[seq] += tokens
 
     @rule(seq=seqs, rows=st.integers(0, 9), ahead=st.integers(0, 3))
@@ -324,23 +273,6 @@ class PoolMachine(RuleBasedStateMachine):
                 self.memory[kind][self.place(kind, seq, position)] = tuple(self.tokens[seq][: position + 1])
         self.pool.commit(ids(seq), ids(end))
         self.computed[seq] = end
-        self.high_water[seq] = max(self.high_water[seq], end)
-
-    @rule(seq=seqs, drop=st.integers(0, 6))
-    def truncate(self, seq, drop):
-        length = max(0, len(self.tokens[seq]) - drop)
-        kept = min(length, self.computed[seq])
-        try:
-            self.copy(self.pool.truncate(seq, length))
-        except PoolExhaustedError:
-            return
-        except ValueError:
-            assert kept < self.high_water[seq] - self.slack
-            return
-        self.tokens[seq] = self.tokens[seq][:length]
-        self.computed[seq] = kept
-        if length == 0:
-            self.high_water[seq] = 0
 
     @rule(target=seqs, seq=seqs)
     def fork(self, seq):
@@ -349,14 +281,8 @@ class PoolMachine(RuleBasedStateMachine):
         except PoolExhaustedError:
             return multiple()
         self.copy(copies)
-        for state in (self.tokens, self.computed, self.high_water):
-            state[child] = list(state[seq]) if state is self.tokens else state[seq]
+        self.tokens[child], self.computed[child] = list(self.tokens[seq]), self.computed[seq]
         return child
-
-    @rule(seq=seqs)
-    def release(self, seq):
-        self.pool.release_memory(seq)
-        self.computed[seq] = self.high_water[seq] = 0
 
     @rule(seq=consumes(seqs))
     def close(self, seq):

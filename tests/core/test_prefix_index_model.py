@@ -49,16 +49,16 @@ class Seq:
 class SlowIndex:
     """The same rules over dictionaries: prefixes are keys, queues are lists, nothing is hashed or linked."""
 
-    def __init__(self, num_blocks, num_pages, window, lookback, interval):
+    def __init__(self, num_blocks, num_pages, window, interval):
         self.capacity = {"blocks": num_blocks, "pages": num_pages}
-        self.window, self.lookback, self.interval = window, lookback, interval
+        self.window, self.interval = window, interval
         self.entries = {}
         self.idle = {"blocks": [], "pages": []}  # least recently used first
         self.held = {"blocks": 0, "pages": 0}
         self.evicted = {"blocks": 0, "pages": 0}
 
-    def first_page(self, n, reach):
-        return max(0, n - reach + 1) // PAGE
+    def first_page(self, n):
+        return max(0, n - self.window + 1) // PAGE
 
     def take(self, kind):
         if self.held[kind] + len(self.idle[kind]) == self.capacity[kind]:
@@ -108,7 +108,7 @@ class SlowIndex:
     def window_pages(self, chain):
         """Pages of the window before the end of a chain, last first; None where one is not held."""
         boundary = len(chain) * BLOCK
-        places = reversed(range(self.first_page(boundary, self.window), boundary // PAGE))
+        places = reversed(range(self.first_page(boundary), boundary // PAGE))
         return [chain[p * PAGE // BLOCK].pages.get(p % (BLOCK // PAGE)) for p in places]
 
     def find(self, tokens, salt):
@@ -156,7 +156,7 @@ class SlowIndex:
             if old:
                 self.rank_pages(old, 1)
             self.rank_pages(seq.chain, 2)
-        for place in [p for p in sorted(seq.pages) if p < self.first_page(end, self.lookback)]:
+        for place in [p for p in sorted(seq.pages) if p < self.first_page(end)]:
             self.drop("pages", seq.pages.pop(place))
 
     def register(self, seq):
@@ -197,32 +197,6 @@ class SlowIndex:
         seq.pages |= {place: self.take("pages") for place in pages}
         return True
 
-    def truncate(self, seq, length):
-        """After the pool has agreed."""
-        if length == 0:
-            self.release(seq)
-            seq.tokens = []
-            return
-        computed = min(seq.computed, length)
-        rolled_back = computed < seq.computed
-        seq.tokens, seq.computed = seq.tokens[:length], computed
-        for place in sorted((p for p in seq.pages if p * PAGE >= length), reverse=True):
-            self.drop("pages", seq.pages.pop(place))
-        while len(seq.blocks) > -(-length // BLOCK):
-            self.drop("blocks", seq.blocks.pop())
-        for kind, size, items in (("blocks", BLOCK, seq.blocks), ("pages", PAGE, seq.pages)):
-            place = computed // size
-            if rolled_back and computed % size and items[place].refs > 1:
-                shared = items[place]
-                items[place] = self.take(kind)
-                self.drop(kind, shared)
-        seq.chain = seq.chain[: computed // BLOCK] if self.is_live(seq) or len(seq.chain) <= computed // BLOCK else []
-        page, block = seq.pages.get(computed // PAGE), seq.blocks[computed // BLOCK :][:1]
-        if computed % PAGE and page is not None and page.rank:
-            self.forget_page(page)
-        if computed % BLOCK and block and block[0].rank:
-            self.forget(block[0].owner)
-
     def quarantine(self, seq):
         if not seq.enabled:
             return
@@ -253,14 +227,13 @@ class IndexMachine(RuleBasedStateMachine):
     """
 
     seqs = Bundle("seqs")
-    window, slack, num_blocks, num_pages, interval = 3, 2, 9, 14, 8
+    window, num_blocks, num_pages, interval = 3, 9, 14, 8
 
     def __init__(self):
         super().__init__()
-        lookback = self.window + self.slack
-        self.pool = KVPool(self.num_blocks, BLOCK, self.num_pages, PAGE, self.window, lookback, 3)
+        self.pool = KVPool(self.num_blocks, BLOCK, self.num_pages, PAGE, self.window, 3)
         self.pool.enable_prefix(self.interval)
-        self.model = SlowIndex(self.num_blocks, self.num_pages, self.window, lookback, self.interval)
+        self.model = SlowIndex(self.num_blocks, self.num_pages, self.window, self.interval)
         self.live = {}
         self.texts = [[]]
         self.memory = {"block": {}, "page": {}}
@@ -298,7 +271,7 @@ class IndexMachine(RuleBasedStateMachine):
 
     @rule(seq=seqs, tokens=st.lists(st.integers(0, 1), min_size=1, max_size=5))
     def append(self, seq, tokens):
-        self.pool.append_many(seq, ids(*tokens))
+        self.pool.append(ids(seq), ids(len(tokens)), ids(*tokens))
         self.live[seq].tokens += tokens
 
     @rule(seq=seqs, rows=st.integers(0, 13), ahead=st.integers(0, 3))
@@ -316,17 +289,6 @@ class IndexMachine(RuleBasedStateMachine):
         self.pool.commit(ids(seq), ids(end))
         self.model.commit(state, end)
 
-    @rule(seq=seqs, drop=st.integers(0, 6))
-    def truncate(self, seq, drop):
-        state = self.live[seq]
-        length = max(0, len(state.tokens) - drop)
-        try:
-            copies = self.pool.truncate(seq, length)
-        except (ValueError, PoolExhaustedError):
-            return
-        self.copy(copies)
-        self.model.truncate(state, length)
-
     @rule(target=seqs, seq=seqs)
     def fork(self, seq):
         try:
@@ -336,11 +298,6 @@ class IndexMachine(RuleBasedStateMachine):
         self.copy(copies)
         self.live[child] = self.model.fork(self.live[seq])
         return child
-
-    @rule(seq=seqs)
-    def release(self, seq):
-        self.pool.release_memory(seq)
-        self.model.release(self.live[seq])
 
     @rule(seq=seqs)
     def quarantine(self, seq):
@@ -385,7 +342,7 @@ class IndexMachine(RuleBasedStateMachine):
 class LongWindowMachine(IndexMachine):
     """A window of more than a block, and pages for little more than two sequences."""
 
-    window, slack, num_blocks, num_pages, interval = 7, 3, 12, 20, 12
+    window, num_blocks, num_pages, interval = 7, 12, 20, 12
 
 
 TestIndexMachine = IndexMachine.TestCase

@@ -9,6 +9,7 @@ import torch
 from deepinfer import LLM, SamplingParams
 from deepinfer.core.kv_blocks import KVBlockManager
 from deepinfer.core.request import Request
+from deepinfer.core.request_table import RequestTable
 from deepinfer.core.scheduler import Scheduler
 from deepinfer.core.tokenizer import Tokenizer
 from deepinfer.models.deepseek_v41_flash.make_tiny import make_tiny
@@ -265,7 +266,7 @@ def test_a_refused_request_is_looked_up_again_only_when_memory_came_back() -> No
     lookups = []
     match = blocks.match
     blocks.match = lambda tokens, *rest, **options: lookups.append(len(tokens)) or match(tokens, *rest, **options)
-    scheduler = Scheduler(blocks, max_num_seqs=4, max_rows=16)
+    scheduler = Scheduler(blocks, RequestTable(4, 64), max_num_seqs=4, max_rows=16)
     for name, length in (("a", 15), ("b", 18)):
         request = Request.new(name, text(name, length), sampling(), 0, 64, None)
         request.use_prefix = True

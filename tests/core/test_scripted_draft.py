@@ -32,7 +32,6 @@ class Bench:
             num_window_pages=sizes["num_window_pages"],
             window_page=sizes["window_page"],
             window=spec.window,
-            max_rollback=4,
             num_slots=4,
         )
         self.caches = CacheStore(spec, cpu_ops().context.runtime, num_slots=4, max_rollback=4, **sizes)
@@ -40,12 +39,17 @@ class Bench:
             max_rows=64, max_seqs=4, max_blocks=16, max_window_pages=32, ratios=spec.ratios, ngram=spec.ngram
         )
 
-    def step(self, *seqs):
-        """Run all known tokens of sequences that are not computed yet."""
+    def step(self, *seqs, drafts=()):
+        """Run all known tokens of sequences that are not computed yet, and drafts of the last one behind them."""
         pool = self.blocks.pool
-        handles, ends = ints(*seqs), ints(*(pool.num_tokens(s) for s in seqs))
+        handles, known = ints(*seqs), ints(*(pool.num_tokens(s) for s in seqs))
+        ends = known.copy()
+        ends[-1] += len(drafts)
         assert self.blocks.reserve_many(handles, ends) == len(seqs)
-        meta = self.buffers.write(pool, handles, ends - ints(*(pool.num_computed(s) for s in seqs)))
+        starts = ints(*(pool.num_computed(s) for s in seqs))
+        meta = self.buffers.write(pool, handles, ends - starts, starts=starts)
+        if drafts:
+            meta.input_ids[-len(drafts) :] = drafts
         send = torch.from_numpy
         names = ("input_ids", "positions", "row_to_seq", "cu_seqlens_q", "seq_lens", "block_tables", "window_tables")
         names += ("window_first_page", "window_slots", "state_slots", "history")
@@ -61,7 +65,7 @@ class Bench:
             max_seq_len=int(ends.max()),
         )
         logits = self.model.forward(batch, self.caches)
-        self.blocks.commit(handles, ends)
+        self.blocks.commit(handles, known)
         return logits
 
 
@@ -111,11 +115,10 @@ def test_rows_of_a_rejected_draft_are_not_heard_of(heard) -> None:
     bench = Bench(model)
     seq = bench.blocks.open(ints(1, 2, 3))
     bench.step(seq)
-    bench.blocks.pool.append_many(seq, ints(4, 5, 6))  # an anchor and two drafts
-    bench.step(seq)
+    bench.blocks.pool.append(ints(seq), ints(1), ints(4))
+    bench.step(seq, drafts=[5, 6])
     draft(model, [9], [4], [0])  # the first draft was wrong
-    bench.blocks.truncate(seq, 4)
-    bench.blocks.pool.append_many(seq, ints(9, 8))
+    bench.blocks.pool.append(ints(seq), ints(2), ints(9, 8))
     bench.step(seq)
     draft(model, [7], [6], [0])
     assert heard == [[1, 2, 3, 4, 9], [1, 2, 3, 4, 9, 8, 7]]
@@ -130,7 +133,7 @@ def test_a_forked_sequence_is_heard_from_its_first_token_on(heard) -> None:
     child, copies = bench.blocks.fork(parent)
     for copy in copies:
         bench.caches.copy(cpu_ops(), copy.kind, [copy.src], [copy.dst])
-    bench.blocks.pool.append(ints(child), ints(11))
+    bench.blocks.pool.append(ints(child), ints(1), ints(11))
     bench.step(child)
     draft(model, [12], [9], [0])
     assert heard == [[*range(8), 11, 12]]

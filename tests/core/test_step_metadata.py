@@ -9,7 +9,7 @@ from deepinfer.core._native import KVPool, StepArrays
 from deepinfer.core.kv_blocks import KVBlockManager
 from deepinfer.core.step_buffers import StepBuffers
 
-BLOCK, PAGE, WINDOW, LOOKBACK = 8, 4, 6, 8
+BLOCK, PAGE, WINDOW = 8, 4, 8
 RATIOS = (1, 2, 4)
 NGRAM = 4
 
@@ -25,7 +25,6 @@ def make_pool(**overrides):
         num_window_pages=128,
         window_page=PAGE,
         window=WINDOW,
-        lookback=LOOKBACK,
         num_slots=8,
     )
     return KVPool(**(sizes | overrides))
@@ -303,7 +302,7 @@ def test_the_caller_chooses_the_memory():
 
 def test_rows_of_steps_in_flight_start_behind_what_is_known() -> None:
     """Unknown tokens are 0, and -1 in the history; positions and slots are those of the planned rows."""
-    manager = KVBlockManager(8, 8, window_page=4, window=4, max_rollback=4, num_slots=2)
+    manager = KVBlockManager(8, 8, window_page=4, window=8, num_slots=2)
     seq = manager.open(np.array([11, 12, 13, 14, 15], dtype=np.int32))
     manager.reserve(seq, 9)
     manager.commit(np.array([seq], dtype=np.int32), np.array([4], dtype=np.int32))

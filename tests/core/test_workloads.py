@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from deepinfer import LLM
+from deepinfer.core.grammar.spec import StructuralTag, StructuredOutput, Tag
 from deepinfer.core.tokenizer import Tokenizer
 from deepinfer.models.deepseek_v41_flash.make_tiny import make_tiny
 from deepinfer.models.registry import LoadOptions, load_model
@@ -25,6 +26,7 @@ from deepinfer.testing.workloads import (
     check,
     cpu_ops,
     oracle,
+    run,
     scripted_draft,
 )
 
@@ -33,7 +35,25 @@ REAL_PER_TEST = 10
 REAL_SHARE = 60 / 2000
 TEXT_SHARE = 100 / 2000
 DATA = Path(__file__).parents[1] / "data"
+FORM_SHARE = 200 / 2000
 TEXTS = ("e", "t", "th", "5", "a ")
+FORMS = (
+    StructuredOutput(regex="[a-f]{2,9}-[0-9]{1,3}x?"),
+    StructuredOutput(choice=["yes", "yes, but", "no"]),
+    StructuredOutput(json_object=True, max_whitespace=1),
+    StructuredOutput(
+        json_schema={
+            "type": "object",
+            "properties": {"n": {"type": "integer"}, "s": {"type": "string", "maxLength": 4}},
+            "required": ["n"],
+        },
+        max_whitespace=0,
+    ),
+    StructuredOutput(grammar='root ::= item ("," item)*\nitem ::= [a-z] [0-9]? | "(" root ")"'),
+    StructuredOutput(grammar='root ::= [a-e]+ Token("｜DSML｜")'),
+    StructuredOutput(structural_tag=StructuralTag([Tag("<e", {"type": "boolean"}, ">")], ["<"], at_least_one=True)),
+    StructuredOutput(regex="[0-9]{2}", trigger_token_ids=[20, 21], bound_token_id=30),
+)
 
 FOUR_LAYERS = {
     "num_hidden_layers": 4,
@@ -54,6 +74,7 @@ def pytest_generate_tests(metafunc):
     plans = {
         "seeds": (count, PER_TEST),
         "text_seeds": (int(count * TEXT_SHARE), PER_TEST),
+        "form_seeds": (int(count * FORM_SHARE), PER_TEST),
         "real_seeds": (int(count * REAL_SHARE), REAL_PER_TEST),
     }
     for name, (total, size) in plans.items():
@@ -99,6 +120,13 @@ def test_text_is_what_it_is_alone(text_seeds) -> None:
     check_all(text_seeds, model, Shape(texts=TEXTS), tokenizer)
 
 
+def test_forms_are_what_they_are_alone(form_seeds) -> None:
+    """Grammars of every kind, with whatever else a request may ask for."""
+    tokenizer = Tokenizer.from_dir(DATA)
+    model = HashModel(tokenizer.vocab_size, eos_token_ids=(1,), nan_every=199)
+    check_all(form_seeds, model, Shape(max_tokens=16, texts=TEXTS, forms=FORMS), tokenizer)
+
+
 def test_v41_gets_what_it_gets_alone(real, real_seeds) -> None:
     """Half of the seeds for each model: even ones quantised, odd ones plain."""
     model, tokenizer = real
@@ -109,6 +137,21 @@ def test_v41_gets_what_it_gets_alone(real, real_seeds) -> None:
 
 def test_a_workload_is_a_function_of_its_seed() -> None:
     assert Workload.generate(7) == Workload.generate(7) != Workload.generate(8)
+
+
+def test_rejection_repeats_with_an_equal_schedule(hash_model) -> None:
+    """Its text may depend on how many drafts a step verifies, so costs are assumed; nothing else may show."""
+    accepted = 0
+    for seed in range(40):
+        workload = Workload.generate(seed)
+        features = {**workload.features, "speculation": "rejection", "draft_schedule": "adaptive"}
+        workload = dataclasses.replace(workload, features=features, row_price=workload.row_price or 0.1)
+        truth = oracle(workload, hash_model)
+        first, second = (run(workload, hash_model, truth=truth) for _ in range(2))
+        assert first == second
+        assert not first.leaks
+        accepted += first.num_accepted_drafts
+    assert accepted > 50
 
 
 def test_workloads_reach_what_they_are_for(hash_model) -> None:

@@ -144,8 +144,11 @@ class NullModel:
         self.info = ModelInfo("null", vocab_size, max_position)
         self.cache_spec = cache_spec or CacheSpec()
         self.draft: Draft | None = NullDraft(num_drafts) if num_drafts else None
-        self._row = torch.zeros(1, vocab_size)
+        self._logits = torch.zeros(0, vocab_size)
 
     def forward(self, batch: StepBatch, caches: Caches, tap: Tap | None = None) -> Tensor:
-        """Zeros."""
-        return self._row.expand(len(batch.logits_rows), -1)
+        """Zeros, in memory that the next step uses again."""
+        count = len(batch.logits_rows)
+        if count > len(self._logits):
+            self._logits = torch.zeros(count, self.info.vocab_size)
+        return self._logits[:count].zero_()

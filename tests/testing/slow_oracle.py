@@ -7,8 +7,9 @@ Nothing is incremental: every rule looks at all tokens so far.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -20,6 +21,18 @@ from deepinfer.ops.sampling import process_logits, sample
 
 NextLogits = Callable[[list[int]], NDArray[np.float32]]
 """Called with all token ids so far; gives the logits of the next token."""
+
+
+class SlowForm(Protocol):
+    """What a structured output says about the next token, given all tokens of the answer so far."""
+
+    def allowed(self, out: list[int]) -> Set[int] | None:
+        """The ids that may come; None for all."""
+        ...
+
+    def forced(self, out: list[int]) -> int | None:
+        """The id that must come; None for none."""
+        ...
 
 
 @dataclass
@@ -51,15 +64,19 @@ def slow_answer(
     eos: Sequence[int] = (),
     tokenizer: Tokenizer | None = None,
     max_len: int = 1 << 20,
+    form: SlowForm | None = None,
 ) -> SlowAnswer:
-    """Generate one answer by the book."""
+    """Generate one answer by the book; `form` is what a structured output allows and forces."""
     answer = SlowAnswer()
     ends = set(params.stop_token_ids) | (set() if params.ignore_eos else set(eos))
     while not answer.finish_reason:
         out = answer.token_ids
         raw = np.asarray(next_logits([*prompt, *out]), np.float32)
-        scores = _shaped(raw.copy(), list(prompt), out, params, ends, tokenizer)
-        forced = _forced(list(prompt), out, params, tokenizer)
+        allowed = form.allowed(out) if form is not None else None
+        scores = _shaped(raw.copy(), list(prompt), out, params, ends, tokenizer, allowed)
+        forced = form.forced(out) if form is not None else None
+        if forced is None:
+            forced = _forced(list(prompt), out, params, tokenizer)
         token = _draw(scores, params, seed, len(out), choice) if forced is None else forced
         if params.wants_logprobs:
             answer.logprobs.append(_logprobs(raw, scores, token, params))
@@ -75,8 +92,11 @@ def _shaped(
     params: SamplingParams,
     ends: set[int],
     tokenizer: Tokenizer | None,
+    allowed: Set[int] | None,
 ) -> NDArray[np.float32]:
     for token in range(len(x)):
+        if allowed is not None and token not in allowed:
+            x[token] = -np.inf
         if params.allowed_token_ids is not None and token not in params.allowed_token_ids:
             x[token] = -np.inf
     for word in params.bad_words:
@@ -85,7 +105,7 @@ def _shaped(
             ids = tokenizer.encode(text)
             if ([*out, ids[-1]])[-len(ids) :] == ids:
                 x[ids[-1]] = -np.inf
-    if len(out) < params.min_tokens:
+    if len(out) < params.min_tokens and not (allowed is not None and allowed <= ends):
         for token in ends:
             x[token] = -np.inf
     for token, bias in (params.logit_bias or {}).items():

@@ -10,7 +10,7 @@ Features that this engine has no setting for are drawn and left out, so a seed m
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from typing import Any, Final
@@ -18,6 +18,8 @@ from typing import Any, Final
 from deepinfer.core.config import EngineConfig
 from deepinfer.core.engine import Engine
 from deepinfer.core.errors import RequestError
+from deepinfer.core.grammar.service import GrammarService
+from deepinfer.core.grammar.spec import StructuredOutput
 from deepinfer.core.sampling_params import SamplingParams
 from deepinfer.core.tokenizer import Tokenizer
 from deepinfer.models.interface import Model
@@ -51,6 +53,7 @@ class Shape:
         block_sizes: KV block sizes.
         max_top: most top logprobs.
         texts: stop strings and bad words to draw from; none without a tokenizer.
+        forms: structured outputs to draw from, for two requests of five; none without a tokenizer.
     """
 
     vocab_size: int = 64
@@ -60,6 +63,7 @@ class Shape:
     block_sizes: tuple[int, ...] = (2, 4, 8, 16)
     max_top: int = 3
     texts: tuple[str, ...] = ()
+    forms: tuple[StructuredOutput, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -91,6 +95,8 @@ class Workload:
         settings: fields of `EngineConfig`.
         features: a value of each of `FEATURES`, also of those that the engine lacks.
         draft_quality: how often a drafted token is the one that will be chosen.
+        row_price: what a row is taken to cost, as a share of the step without it, so that an adaptive schedule repeats
+            and verifies few drafts or many; None measures, which starts with all, none and half of them.
     """
 
     seed: int
@@ -98,6 +104,7 @@ class Workload:
     settings: Mapping[str, Any]
     features: Mapping[str, Any] = field(default_factory=dict)
     draft_quality: float = 0.5
+    row_price: float | None = None
 
     @classmethod
     def generate(cls, seed: int, shape: Shape | None = None) -> Workload:
@@ -124,9 +131,13 @@ class Workload:
         if rng.random() < 0.1:
             too_long = _tokens(rng, max_len + rng.randint(1, 3), shape)
             requests += (PlannedRequest(too_long, requests[0].params),)
+        if shape.forms:
+            forms = random.Random(f"deepinfer.forms.{seed}")
+            requests = tuple(_constrained(forms, request, shape) for request in requests)
         draws = random.Random(f"deepinfer.features.{seed}")
         features = {name: draws.choice(values) for name, values in FEATURES.items()}
-        return cls(seed, requests, settings, features, draws.choice([0.0, 0.3, 0.7, 0.95, 1.0]))
+        quality = draws.choice([0.0, 0.3, 0.7, 0.95, 1.0])
+        return cls(seed, requests, settings, features, quality, draws.choice([None, 0.0, 0.05, 0.2, 0.6]))
 
 
 class WorkloadError(AssertionError):
@@ -167,6 +178,7 @@ def run(
     tokenizer: Tokenizer | None = None,
     *,
     truth: Sequence[RequestFacts] | None = None,
+    place: Callable[[Model], Model] | None = None,
 ) -> Facts:
     """Run a workload.
 
@@ -176,6 +188,7 @@ def run(
         ops: for the sampler; by default those of the CPU.
         tokenizer: needed where the shape has texts.
         truth: the oracle's facts, from which drafts are made; without them there is no speculation.
+        place: makes of the model, its draft included, the one that the engine runs: `OnFake` on a fake device.
 
     Raises:
         WorkloadError: the engine makes no progress.
@@ -186,7 +199,10 @@ def run(
             features["speculation"] = "off"
         else:
             model = scripted_draft(workload, truth, model.info.vocab_size).bind(model)
-    engine = _engine(model, {**workload.settings, **features}, ops, tokenizer)
+    _compile(workload, model, tokenizer)
+    engine = _engine(place(model) if place else model, {**workload.settings, **features}, ops, tokenizer)
+    if engine.step_cost is not None and workload.row_price is not None:
+        engine.step_cost.assume(1.0, workload.row_price)
     before = _free(engine)
     outputs: dict[int, RequestFacts] = {}
     arrivals = sorted(range(len(workload.requests)), key=lambda i: (workload.requests[i].arrival, i))
@@ -285,8 +301,26 @@ def _params_fields() -> frozenset[str]:
     return frozenset(f.name for f in fields(SamplingParams))
 
 
+@cache
+def shared_grammars(tokenizer: Tokenizer, vocab_size: int, eos_token_ids: tuple[int, ...]) -> GrammarService:
+    """Grammars of a vocabulary, shared by all engines of the process: the worker process takes seconds to start."""
+    return GrammarService(tokenizer, vocab_size, eos_token_ids, timeout=60)
+
+
 def _engine(model: Model, settings: Mapping[str, Any], ops: OpTable | None, tokenizer: Tokenizer | None) -> Engine:
-    return Engine(model, EngineConfig(**settings), ops or cpu_ops(), tokenizer)
+    grammars = None
+    if tokenizer is not None:
+        grammars = shared_grammars(tokenizer, model.info.vocab_size, tuple(model.info.eos_token_ids))
+    return Engine(model, EngineConfig(**settings), ops or cpu_ops(), tokenizer, grammars=grammars)
+
+
+def _compile(workload: Workload, model: Model, tokenizer: Tokenizer | None) -> None:
+    """Compile the workload's grammars, so that steps are counted and not seconds."""
+    specs = [r.params.structured_output for r in workload.requests if r.params.structured_output is not None]
+    if specs and tokenizer is not None:
+        service = shared_grammars(tokenizer, model.info.vocab_size, tuple(model.info.eos_token_ids))
+        for job in [service.submit(spec, service.source(spec)) for spec in specs]:
+            service.compiler.wait([job], 600)
 
 
 def _submit(engine: Engine, index: int, request: PlannedRequest) -> RequestFacts | None:
@@ -315,6 +349,14 @@ def _leaks(engine: Engine, before: Mapping[str, int]) -> list[str]:
 
 def _summary(workload: Workload) -> str:
     return f"{len(workload.requests)} requests, {dict(workload.settings)}, {dict(workload.features)}"
+
+
+def _constrained(rng: random.Random, request: PlannedRequest, shape: Shape) -> PlannedRequest:
+    """A request that may have to have a form; drawn apart, so that all else is what it is without forms."""
+    form = rng.choice(shape.forms)
+    if rng.random() >= 2 / 5:
+        return request
+    return replace(request, params=replace(request.params, structured_output=form, ignore_eos=False))
 
 
 def _tokens(rng: random.Random, count: int, shape: Shape) -> tuple[int, ...]:
