@@ -21,6 +21,7 @@ from types import FrameType
 from deepinfer.core.errors import RequestError, as_request_error
 from deepinfer.core.outputs import RequestOutput
 from deepinfer.core.sampling_params import SamplingParams
+from deepinfer.core.speculation import SpeculationStats
 from deepinfer.entrypoints.llm import LLM
 from deepinfer.entrypoints.openai_batch import (
     BatchItem,
@@ -51,6 +52,7 @@ class BatchSummary:
         num_generated_tokens: generated in this run.
         seconds: wall time.
         stopped_by: the signal that ended the run early, None if it came to its end.
+        speculation: what became of the engine's drafts so far; None without speculation.
     """
 
     num_items: int = 0
@@ -62,6 +64,7 @@ class BatchSummary:
     num_generated_tokens: int = 0
     seconds: float = 0.0
     stopped_by: int | None = None
+    speculation: SpeculationStats | None = None
 
     @property
     def num_failed(self) -> int:
@@ -209,7 +212,9 @@ class BatchRunner:
 
     def _report(self, started: float, before: int) -> None:
         self.summary.seconds = time.monotonic() - started
-        self.summary.num_generated_tokens = self._llm.stats.num_generated_tokens - before
+        stats = self._llm.stats
+        self.summary.num_generated_tokens = stats.num_generated_tokens - before
+        self.summary.speculation = stats.speculation
         if self._on_progress is not None:
             self._on_progress(self.summary)
 

@@ -14,7 +14,7 @@ from deepinfer.core.engine import Engine
 from deepinfer.core.errors import ConfigError
 from deepinfer.core.tokenizer import Tokenizer
 from deepinfer.entrypoints.chat_formats import chat_format
-from deepinfer.entrypoints.prompts import ChatFormat
+from deepinfer.entrypoints.chat_protocol import ChatFormat
 from deepinfer.models.interface import Model
 from deepinfer.models.registry import LoadOptions, load_model
 from deepinfer.ops.backend import BindContext, Implementation
@@ -64,6 +64,31 @@ def merge_config(folder: str, config: str | Path | EngineConfig | None, settings
     if unknown:
         raise ConfigError(f"unknown setting(s): {', '.join(unknown)}")
     return replace(config, **changes)
+
+
+def open_engine(
+    model: str | Path | Model,
+    tokenizer: str | Path | Tokenizer | None,
+    draft: DraftBinder | None,
+    config: str | Path | EngineConfig | None,
+    on_load: Callable[[int, int], None] | None,
+    settings: EngineSettings,
+) -> tuple[Engine, Tokenizer | None, ChatFormat | None]:
+    """What `LLM` is made of, from the arguments that it documents.
+
+    Returns:
+        As `build_engine`.
+
+    Raises:
+        Exception: as `merge_config` and `build_engine`.
+    """
+    folder = str(model) if isinstance(model, str | Path) else ""
+    if draft is not None:
+        settings.setdefault("speculation", "coupled")
+    settled = merge_config(folder, config, settings)
+    if not isinstance(tokenizer, Tokenizer | None):
+        tokenizer = Tokenizer.from_dir(tokenizer)
+    return build_engine(None if isinstance(model, str | Path) else model, settled, tokenizer, on_load, draft)
 
 
 def build_engine(
@@ -116,4 +141,6 @@ def build_engine(
         model = load_model(config.model, ops, options, tokenizer)
     if draft is not None:
         model = draft.bind(model)
-    return Engine(model, config, ops, tokenizer), tokenizer, chat_format(model.info.name)
+    chat = chat_format(model.info.name)
+    tool_grammar = chat.tool_grammar if chat is not None else None
+    return Engine(model, config, ops, tokenizer, tool_grammar=tool_grammar), tokenizer, chat

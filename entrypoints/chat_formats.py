@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from deepinfer.entrypoints.prompts import ChatFormat, ParsedAnswer, RenderedChat
+from deepinfer.core.grammar.source import ToolGrammar
+from deepinfer.entrypoints.chat_protocol import AnswerParser, ChatFormat, ParsedAnswer, RenderedChat
 
 
 @dataclass(frozen=True)
@@ -20,11 +21,15 @@ class FunctionChatFormat:
         visible_tokens: control tokens that the parser must see.
         encode_chat: renders a request.
         parse_completion: takes an answer apart.
+        new_parser: takes one apart as it arrives.
+        tool_grammar: writes the grammar of calls.
     """
 
     visible_tokens: tuple[str, ...]
     encode_chat: Callable[..., RenderedChat]
     parse_completion: Callable[..., ParsedAnswer]
+    new_parser: Callable[..., AnswerParser]
+    tool_grammar: ToolGrammar | None = None
 
 
 def chat_format(architecture: str) -> ChatFormat | None:
@@ -35,9 +40,10 @@ def chat_format(architecture: str) -> ChatFormat | None:
 
 def _v41() -> ChatFormat:
     from deepinfer.models.deepseek_v41_flash.chat import encode_chat
-    from deepinfer.models.deepseek_v41_flash.output_parser import VISIBLE_TOKENS, parse_completion
+    from deepinfer.models.deepseek_v41_flash.output_parser import VISIBLE_TOKENS, OutputParser, parse_completion
+    from deepinfer.models.deepseek_v41_flash.tool_grammar import tool_grammar
 
-    return FunctionChatFormat(VISIBLE_TOKENS, encode_chat, parse_completion)
+    return FunctionChatFormat(VISIBLE_TOKENS, encode_chat, parse_completion, OutputParser, tool_grammar)
 
 
 _FORMATS: dict[str, Callable[[], ChatFormat]] = {"DeepseekV41ForCausalLM": _v41}

@@ -1,4 +1,4 @@
-"""The command line: `deepinfer run`, `inspect`, `make-tiny`, `backends`, `conformance`, `verify`, `version`.
+"""The command line: `deepinfer run`, `eval`, `inspect`, `make-tiny`, `backends`, `conformance`, `verify`, `version`.
 
 Options are declared here and nothing heavy is imported, so that `--help` answers at once; what the commands do is in
 `commands.py`. Exit status: 0 all well, 1 some items failed, 2 it could not start, 128 + signal when it was stopped.
@@ -54,9 +54,22 @@ Strict = Annotated[bool | None, _option("strict", _ENGINE_PANEL, "--strict/--no-
 NumThreads = Annotated[int | None, _option("num_threads", _ENGINE_PANEL)]
 Seed = Annotated[int | None, _option("seed", _ENGINE_PANEL)]
 Ops = Annotated[str | None, _option("ops", _ENGINE_PANEL)]
+Speculation = Annotated[str | None, _option("speculation", _ENGINE_PANEL)]
+NumDrafts = Annotated[int | None, _option("num_drafts", _ENGINE_PANEL)]
+Replay = Annotated[str | None, _option("replay", _ENGINE_PANEL)]
+PrefixCaching = Annotated[bool | None, _option("prefix_caching", _ENGINE_PANEL, "--prefix-caching/--no-prefix-caching")]
 ConfigFile = Annotated[
     Path | None,
     typer.Option("--config", help="TOML or JSON file of settings; options given here win.", rich_help_panel="Engine"),
+]
+Settings = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="NAME=VALUE",
+        help="Any setting of docs/configuration.md, such as speculation=coupled; may be repeated.",
+        rich_help_panel=_ENGINE_PANEL,
+    ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
@@ -88,6 +101,7 @@ def run(
     num_threads: NumThreads = None,
     seed: Seed = None,
     ops: Ops = None,
+    settings_by_name: Settings = None,
     config: ConfigFile = None,
 ) -> None:
     """Answer a file of requests in OpenAI's batch format.
@@ -118,7 +132,87 @@ def run(
     from deepinfer.entrypoints import commands
 
     settings = {name: value for name, value in given.items() if value is not None}
-    work = commands.BatchCommand(source, output, model, settings, config, max_tokens, limit, overwrite, quiet)
+    work = commands.BatchCommand(
+        source,
+        output,
+        model,
+        settings,
+        config=config,
+        settings_by_name=settings_by_name or [],
+        max_tokens=max_tokens,
+        limit=limit,
+        overwrite=overwrite,
+        quiet=quiet,
+    )
+    raise typer.Exit(commands.guarded(work.run))
+
+
+@app.command("eval")
+def evaluate(
+    model: Model = "",
+    suite: Annotated[str, typer.Option(help="Which tasks: tiny, or long for pass keys in 8k tokens.")] = "tiny",
+    task: Annotated[list[str] | None, typer.Option(help="A task of the suite; may be repeated.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="At most N items of each task.")] = None,
+    speculation: Speculation = None,
+    num_drafts: NumDrafts = None,
+    replay: Replay = None,
+    prefix_caching: PrefixCaching = None,
+    kv_format: Annotated[
+        str | None,
+        typer.Option(
+            metavar="[native|f32]",
+            help="Records as the model was trained, or plain (kv_rounding).",
+            rich_help_panel=_ENGINE_PANEL,
+        ),
+    ] = None,
+    chunk_size: Annotated[
+        int | None,
+        typer.Option(min=1, help="Most rows of a step (max_num_batched_tokens).", rich_help_panel=_ENGINE_PANEL),
+    ] = None,
+    backend: Backend = None,
+    dtype: Dtype = None,
+    max_model_len: MaxModelLen = None,
+    max_num_seqs: MaxNumSeqs = None,
+    num_threads: NumThreads = None,
+    settings_by_name: Settings = None,
+    config: ConfigFile = None,
+    show_wrong: Annotated[int, typer.Option(min=0, help="Show N wrong answers of each task.")] = 0,
+    as_json: AsJson = False,
+) -> None:
+    """Measure a checkpoint on tasks that a rule can judge; accuracy, and acceptance of drafts with speculation on.
+
+    The status is 0 when every item was served, 1 when some failed. Wrong answers are no failure.
+    """
+    if kv_format not in (None, "native", "f32"):
+        raise typer.BadParameter(f"--kv-format {kv_format!r} is not one of native, f32")
+    given = {
+        "speculation": speculation,
+        "num_drafts": num_drafts,
+        "replay": replay,
+        "prefix_caching": prefix_caching,
+        "kv_rounding": None if kv_format is None else kv_format == "native",
+        "max_num_batched_tokens": chunk_size,
+        "backend": backend,
+        "dtype": dtype,
+        "max_model_len": max_model_len,
+        "max_num_seqs": max_num_seqs,
+        "num_threads": num_threads,
+    }
+    from deepinfer.entrypoints import commands
+    from deepinfer.entrypoints.evaluation import EvalCommand
+
+    settings = {name: value for name, value in given.items() if value is not None}
+    work = EvalCommand(
+        model,
+        suite,
+        settings,
+        tasks=task or (),
+        limit=limit,
+        config=config,
+        settings_by_name=settings_by_name or (),
+        as_json=as_json,
+        show_wrong=show_wrong,
+    )
     raise typer.Exit(commands.guarded(work.run))
 
 

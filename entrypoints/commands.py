@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import signal
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,6 +58,7 @@ class BatchCommand:
         model: checkpoint folder; empty to take it from file or environment.
         settings: engine settings that were given.
         config: file of settings.
+        settings_by_name: further ones, as `name=value`; those of `settings` go before them.
         max_tokens: for requests that do not say.
         limit: look at so many requests only.
         overwrite: begin anew.
@@ -69,6 +70,7 @@ class BatchCommand:
     model: str
     settings: dict[str, Any]
     config: Path | None = None
+    settings_by_name: Sequence[str] = ()
     max_tokens: int | None = None
     limit: int | None = None
     overwrite: bool = False
@@ -76,11 +78,13 @@ class BatchCommand:
 
     def run(self) -> int:
         """Do it; the exit status."""
-        from deepinfer.core.config import EngineConfig
+        from deepinfer.core.config import EngineConfig, parse_settings
         from deepinfer.entrypoints.batch import count_items
         from deepinfer.entrypoints.result_file import ResultFile
 
-        config = EngineConfig.load(self.model, config=self.config, **self.settings)
+        settings = parse_settings(self.settings_by_name) | self.settings
+        model = self.model or settings.pop("model", "")
+        config = EngineConfig.load(model, config=self.config, **settings)
         if not config.model:
             raise ConfigError("no model: give --model DIR, or set DEEPINFER_MODEL")
         self._check_paths()
@@ -97,6 +101,9 @@ class BatchCommand:
             results.close()
         if not self.quiet:
             console().print(_summary_table(summary))
+            if summary.speculation is not None:
+                for line in summary.speculation.lines():
+                    console().print(line, markup=False, highlight=False, soft_wrap=True)
         if summary.stopped_by is not None:
             self._say(f"stopped; {total - summary.num_done:,} items are left, start again to go on")
         return summary.exit_status

@@ -34,11 +34,12 @@ def conformance(
     ] = None,
     waivers: Annotated[Path | None, typer.Option(help="TOML or JSON file of waivers.", metavar="FILE")] = None,
     write_proof: Annotated[bool, typer.Option("--write-proof", help="Record what passed in proof.json.")] = False,
+    emulate: Annotated[bool, typer.Option("--emulate", help="Interpret the kernels on the host, no device.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No line per case.")] = False,
 ) -> None:
     """Run the conformance suite: L0 loads, L1 ops, L2 layers, L3 to L5 engine, L6 performance sheet."""
     raise typer.Exit(
-        _guarded(lambda: _conformance(backend, level, op, case, real, report, waivers, write_proof, quiet))
+        _guarded(lambda: _conformance(backend, level, op, case, real, report, waivers, write_proof, emulate, quiet))
     )
 
 
@@ -80,6 +81,7 @@ def _conformance(
     folder: Path | None,
     waivers: Path | None,
     write_proof: bool,
+    emulate: bool,
     quiet: bool,
 ) -> int:
     from rich.console import Console
@@ -89,14 +91,14 @@ def _conformance(
     from deepinfer.conformance.selfcheck import needs_real_cases, prove
     from deepinfer.conformance.suite import open_session, run_suite
     from deepinfer.ops.errors import OpArgumentError
-    from deepinfer.ops.registry import find_backend
+    from deepinfer.ops.registry import find_backend, find_emulated
 
     if write_proof and (op != "*" or case or level < 1):
         raise OpArgumentError("--write-proof needs all cases of level 1: leave out --op and --case")
     console = Console()
     excuses = read_waivers(waivers) if waivers is not None else []
     listener = None if quiet else lambda result: console.print(case_line(result), highlight=False)
-    target = find_backend(name)
+    target = find_emulated(name) if emulate else find_backend(name)
     if write_proof and needs_real_cases(target) and not real:
         raise OpArgumentError("--write-proof on an accelerator needs the cases with the model's shapes: add --real")
     session = open_session(target, level=level, ops=op, case=case, real=real, folder=folder, listener=listener)
@@ -106,7 +108,7 @@ def _conformance(
         for path in write_report(report, folder):
             console.print(f"report: {path}", highlight=False)
     if write_proof:
-        for path in prove(session.backend, report.results, "hardware", report.device):
+        for path in prove(session.backend, report.results, "emulated" if emulate else "hardware", report.device):
             console.print(f"proofs: {path}", highlight=False)
     return 0 if report.ok else 1
 
@@ -182,11 +184,14 @@ def _facts(backend: Backend, with_ops: bool) -> dict[str, Any]:
 
 def _op_facts(backend: Backend, runtime: Runtime, op: str) -> dict[str, Any]:
     from deepinfer.conformance.selfcheck import gate_for
+    from deepinfer.ops.fallback import THROUGH_HOST
     from deepinfer.ops.proof import proof_level
 
     own = sorted((i for i in backend.implementations if i.op.name == op), key=lambda i: (-i.priority, i.name))
     if not own:
-        return {"op": op, "implementation": "reference", "native": False, "proof": "", "verified": None}
+        here = runtime.capabilities.torch_compute
+        name = "reference" if here else THROUGH_HOST
+        return {"op": op, "implementation": name, "native": False, "proof": "", "verified": None}
     verdict = gate_for(runtime).known(own[0])
     return {
         "op": op,
@@ -217,6 +222,8 @@ def _print_backends(rows: list[dict[str, Any]]) -> None:
 def _print_ops(console: Any, row: dict[str, Any]) -> None:
     from rich.table import Table
 
+    from deepinfer.ops.fallback import THROUGH_HOST
+
     table = Table(title=f"{row['name']} on {row['device']}", title_justify="left")
     for column in ("op", "comes from", "proven", "on this device"):
         table.add_column(column)
@@ -226,4 +233,5 @@ def _print_ops(console: Any, row: dict[str, Any]) -> None:
         table.add_row(op["op"], f"[{style}]{op['implementation']}[/]", op["proof"], words[op["verified"]])
     console.print(table)
     native = sum(op["native"] for op in row["ops"])
-    console.print(f"{native} of {len(row['ops'])} ops are native; the rest run on the reference", highlight=False)
+    rest = "through the host" if any(op["implementation"] == THROUGH_HOST for op in row["ops"]) else "on the device"
+    console.print(f"{native} of {len(row['ops'])} ops are native; references run {rest}", highlight=False)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Unpack
@@ -21,9 +21,9 @@ from deepinfer.core.errors import RequestError
 from deepinfer.core.outputs import RequestOutput
 from deepinfer.core.sampling_params import SamplingParams
 from deepinfer.core.tokenizer import Tokenizer
-from deepinfer.entrypoints.build import DraftBinder, build_engine, merge_config
+from deepinfer.entrypoints.build import DraftBinder, open_engine
+from deepinfer.entrypoints.chat_protocol import ChatFormat
 from deepinfer.entrypoints.prompts import (
-    ChatFormat,
     ChatOutput,
     PreparedPrompt,
     PromptLike,
@@ -31,6 +31,7 @@ from deepinfer.entrypoints.prompts import (
     is_token_ids,
 )
 from deepinfer.entrypoints.session import Session, Sink
+from deepinfer.entrypoints.stream_output import StreamOutput, snapshot
 
 if TYPE_CHECKING:
     from deepinfer.core.engine import Engine
@@ -40,19 +41,6 @@ if TYPE_CHECKING:
 Prompts = PromptLike | Sequence[PromptLike]
 Conversation = Sequence[Mapping[str, Any]]
 Params = SamplingParams | Sequence[SamplingParams] | None
-
-
-@dataclass
-class StreamOutput(RequestOutput):
-    """A snapshot of a running request; later steps do not change it.
-
-    Attributes:
-        prompt_index: which of the prompts it answers.
-        delta: text of the first choice that is new since the snapshot before.
-    """
-
-    prompt_index: int = 0
-    delta: str = ""
 
 
 class LLM:
@@ -83,14 +71,7 @@ class LLM:
         on_load: Callable[[int, int], None] | None = None,
         **settings: Unpack[EngineSettings],
     ) -> None:
-        folder = str(model) if isinstance(model, str | Path) else ""
-        if draft is not None:
-            settings.setdefault("speculation", "coupled")
-        settled = merge_config(folder, config, settings)
-        if not isinstance(tokenizer, Tokenizer | None):
-            tokenizer = Tokenizer.from_dir(tokenizer)
-        puppet = None if isinstance(model, str | Path) else model
-        self._attach(*build_engine(puppet, settled, tokenizer, on_load, draft))
+        self._attach(*open_engine(model, tokenizer, draft, config, on_load, settings))
 
     @classmethod
     def from_engine(cls, engine: Engine, *, tokenizer: Tokenizer | None = None, chat: ChatFormat | None = None) -> LLM:
@@ -106,7 +87,13 @@ class LLM:
         self.session = Session(engine)
 
     def generate(
-        self, prompts: Prompts, sampling_params: Params = None, *, progress: bool = False, use_tqdm: bool = False
+        self,
+        prompts: Prompts,
+        sampling_params: Params = None,
+        *,
+        cache_salt: str | None = None,
+        progress: bool = False,
+        use_tqdm: bool = False,
     ) -> list[RequestOutput]:
         """Continue prompts.
 
@@ -115,6 +102,7 @@ class LLM:
                 of these. Text begins with the beginning-of-sentence token; control tokens spelled in it stay ordinary
                 text.
             sampling_params: one for all prompts, or one for each; by default `SamplingParams()`.
+            cache_salt: only requests of equal salt share KV; a dict's own `cache_salt` goes before this one.
             progress: show a progress bar.
             use_tqdm: the same, under the name that vLLM's users know.
 
@@ -128,7 +116,7 @@ class LLM:
         several = _as_list(prompts)
         params = _spread(sampling_params, len(several))
         work = [(self._prepare(self.prompts.read, prompt), p) for prompt, p in zip(several, params, strict=True)]
-        return self._finish_all(work, progress or use_tqdm)
+        return self._finish_all(work, progress or use_tqdm, cache_salt)
 
     def chat(
         self,
@@ -138,9 +126,12 @@ class LLM:
         thinking: bool | Mapping[str, Any] | None = None,
         reasoning_effort: str | int | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        tool_choice: str | Mapping[str, Any] | None = None,
+        parallel_tool_calls: bool | None = None,
         response_format: Mapping[str, Any] | None = None,
         add_generation_prompt: bool | None = None,
         continue_final_message: bool = False,
+        cache_salt: str | None = None,
         progress: bool = False,
         use_tqdm: bool = False,
     ) -> list[ChatOutput]:
@@ -151,10 +142,13 @@ class LLM:
             sampling_params: one for all conversations, or one for each.
             thinking: False answers at once; by default the model thinks first.
             reasoning_effort: "low", "high", "xhigh", "max" or 1 to 100.
-            tools: functions that may be called, as OpenAI writes them.
-            response_format: shown to the model; the answer is not forced into it.
+            tools: functions that may be called, as OpenAI writes them; calls of a `strict` one have its schema's form.
+            tool_choice: "auto", "none", "required", or `{"type": "function", "function": {"name": ...}}`.
+            parallel_tool_calls: False allows one call.
+            response_format: a form of the answer, as OpenAI writes it: the model is told, and held to it.
             add_generation_prompt: begin a new assistant message; by default, unless the final message is continued.
             continue_final_message: go on with the last message, which must be the assistant's.
+            cache_salt: only requests of equal salt share KV.
             progress: show a progress bar.
             use_tqdm: the same.
 
@@ -167,30 +161,27 @@ class LLM:
         """
         several = _as_conversations(messages)
         params = _spread(sampling_params, len(several))
-        if isinstance(thinking, bool):
-            thinking = {"type": "enabled" if thinking else "disabled"}
-        options = {
-            "thinking": thinking,
-            "reasoning_effort": reasoning_effort,
-            "tools": tools,
-            "response_format": response_format,
-        }
-
-        def read(conversation: object) -> PreparedPrompt:
-            return self.prompts.read_chat(
-                {"messages": conversation, **options},
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-            )
-
+        read = partial(
+            self.prompts.read_messages,
+            thinking=thinking,
+            reasoning_effort=reasoning_effort,
+            tools=tools,
+            tool_choice=tool_choice,
+            parallel_tool_calls=parallel_tool_calls,
+            response_format=response_format,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+        )
         prepared = [self._prepare(read, conversation) for conversation in several]
-        results = self._finish_all(list(zip(prepared, params, strict=True)), progress or use_tqdm)
+        results = self._finish_all(list(zip(prepared, params, strict=True)), progress or use_tqdm, cache_salt)
         return [
             self.prompts.chat_output(PreparedPrompt([]) if isinstance(prompt, RequestError) else prompt, result)
             for prompt, result in zip(prepared, results, strict=True)
         ]
 
-    def stream(self, prompts: Prompts, sampling_params: Params = None) -> Iterator[StreamOutput]:
+    def stream(
+        self, prompts: Prompts, sampling_params: Params = None, *, cache_salt: str | None = None
+    ) -> Iterator[StreamOutput]:
         """Continue prompts and watch them grow.
 
         Nothing is queued before the first result is asked for. Closing the iterator aborts what is unfinished.
@@ -198,6 +189,7 @@ class LLM:
         Args:
             prompts: as for `generate`.
             sampling_params: as for `generate`.
+            cache_salt: as for `generate`.
 
         Returns:
             An iterator of snapshots as requests advance; the last one of a prompt is `finished`.
@@ -207,7 +199,7 @@ class LLM:
         """
         several = _as_list(prompts)
         params = _spread(sampling_params, len(several))
-        return self._stream(several, params)
+        return self._stream(several, params, cache_salt)
 
     def logits(
         self,
@@ -289,7 +281,7 @@ class LLM:
             return error
 
     def _finish_all(
-        self, work: list[tuple[PreparedPrompt | RequestError, SamplingParams]], progress: bool
+        self, work: list[tuple[PreparedPrompt | RequestError, SamplingParams]], progress: bool, cache_salt: str | None
     ) -> list[RequestOutput]:
         from deepinfer.entrypoints.progress import ProgressView
 
@@ -304,7 +296,7 @@ class LLM:
                 return sink
 
             for place, (prompt, params) in enumerate(work):
-                outcome = self.session.submit_or_refuse(prompt, params, sink_for(place))
+                outcome = self.session.submit_or_refuse(prompt, params, sink_for(place), cache_salt=cache_salt)
                 if isinstance(outcome, str):
                     live.add(outcome)
                 else:
@@ -319,14 +311,16 @@ class LLM:
             self.session.run_until(all_done)
         return [results[place] for place in range(len(work))]
 
-    def _stream(self, prompts: list[Any], params: list[SamplingParams]) -> Iterator[StreamOutput]:
+    def _stream(
+        self, prompts: list[Any], params: list[SamplingParams], cache_salt: str | None
+    ) -> Iterator[StreamOutput]:
         snapshots: deque[StreamOutput] = deque()
         lengths = [0] * len(prompts)
         with self.session.live() as live:
 
             def add_snapshot(place: int, output: RequestOutput) -> None:
                 text = output.outputs[0].text if output.outputs else ""
-                snapshots.append(_snapshot(output, place, text[lengths[place] :]))
+                snapshots.append(snapshot(output, place, text[lengths[place] :]))
                 lengths[place] = len(text)
                 if output.finished:
                     live.discard(output.request_id)
@@ -335,7 +329,8 @@ class LLM:
                 return lambda output: add_snapshot(place, output)
 
             for place, (prompt, p) in enumerate(zip(prompts, params, strict=True)):
-                outcome = self.session.submit_or_refuse(self._prepare(self.prompts.read, prompt), p, sink_for(place))
+                prepared = self._prepare(self.prompts.read, prompt)
+                outcome = self.session.submit_or_refuse(prepared, p, sink_for(place), cache_salt=cache_salt)
                 if isinstance(outcome, str):
                     live.add(outcome)
                 else:
@@ -380,13 +375,3 @@ def _spread(params: Params, count: int) -> list[SamplingParams]:
         if not isinstance(item, SamplingParams):
             raise TypeError(f"sampling_params[{place}] must be SamplingParams, got {type(item).__name__}")
     return several
-
-
-def _snapshot(output: RequestOutput, place: int, delta: str) -> StreamOutput:
-    values = {f.name: getattr(output, f.name) for f in fields(RequestOutput)}
-    values["outputs"] = [
-        replace(o, token_ids=list(o.token_ids), logprobs=None if o.logprobs is None else list(o.logprobs))
-        for o in output.outputs
-    ]
-    values["timings"] = replace(output.timings)
-    return StreamOutput(**values, prompt_index=place, delta=delta)

@@ -11,7 +11,7 @@ import json
 import re
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from deepinfer.core.errors import RequestError
 from deepinfer.core.outputs import CompletionOutput, Logprob, RequestOutput
 from deepinfer.core.sampling_params import SamplingParams
 from deepinfer.core.tokenizer import Tokenizer
+from deepinfer.entrypoints.answer_form import FORM_FIELDS, read_form
 from deepinfer.entrypoints.prompts import ChatMessage, PreparedPrompt, PromptReader
 from deepinfer.ops.show import shown
 
@@ -37,11 +38,15 @@ _SAMPLING = (
     *("temperature", "top_p", "top_k", "min_p", "seed", "n", "ignore_eos", "min_tokens", "skip_special_tokens"),
     *("stop", "stop_token_ids", "include_stop_str_in_output", "allowed_token_ids", "bad_words", "logit_bias"),
     *("presence_penalty", "frequency_penalty", "repetition_penalty"),
-    *("golden_token_ids", "thinking_budget", "logits_processors", "logprobs_mode"),
+    *("golden_token_ids", "thinking_budget", "logits_processors"),
+    *("logprobs_mode", "logprob_token_ids"),
 )
 """Passed on as they are: `SamplingParams` checks them, and the engine refuses by name what cannot be combined."""
 
-_CHAT_FIELDS = ("messages", "tools", "thinking", "reasoning_effort", "response_format")
+_CHAT_FIELDS = (
+    *("messages", "tools", "tool_choice", "parallel_tool_calls", "thinking", "reasoning_effort", "response_format"),
+    *FORM_FIELDS,
+)
 """Passed on to the chat format, which checks them and says where in the conversation a fault is."""
 
 _COMMON: dict[str, type] = {
@@ -50,6 +55,8 @@ _COMMON: dict[str, type] = {
     "user": str,
     "metadata": dict,
     "max_tokens": _ANY,
+    "cache_salt": str,
+    "prompt_logprobs": int,
 }
 _CHAT: dict[str, type] = {
     **_COMMON,
@@ -58,7 +65,13 @@ _CHAT: dict[str, type] = {
     "logprobs": bool,
     "top_logprobs": int,
 }
-_COMPLETION: dict[str, type] = {**_COMMON, "prompt": _ANY, "logprobs": int}
+_COMPLETION: dict[str, type] = {
+    **_COMMON,
+    **dict.fromkeys(FORM_FIELDS, _ANY),
+    "prompt": _ANY,
+    "logprobs": int,
+    "response_format": _ANY,
+}
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
@@ -66,8 +79,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "stream_options": ({},),
     "echo": (False,),
     "suffix": ("",),
-    "tool_choice": ("auto",),
-    "parallel_tool_calls": (True,),
     "functions": ([],),
     "function_call": ("auto",),
     "modalities": (["text"],),
@@ -75,9 +86,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "prediction": (),
     "store": (False,),
     "service_tier": ("auto", "default"),
-    "prompt_logprobs": (),
-    "guided_json": (),
-    "structured_outputs": (),
 }
 """Parameters that have no effect here yet, each with the values that ask for none."""
 
@@ -154,10 +162,13 @@ def prepare(
         prompt = reader.read_chat({name: body.get(name) for name in _CHAT_FIELDS})
     else:
         prompt = _read_completion_prompt(body, reader)
+        prompt = replace(prompt, structured_output=read_form(body, is_chat=False))
     max_tokens = body.get("max_completion_tokens", body.get("max_tokens", default_max_tokens))
     if max_tokens is None:
         max_tokens = max_len if item.is_chat else _DEFAULT_COMPLETION_TOKENS
-    options = {name: body[name] for name in _SAMPLING if name in body}
+    _check_count("prompt_logprobs", body.get("prompt_logprobs"))
+    options = {name: body[name] for name in (*_SAMPLING, "prompt_logprobs") if name in body}
+    prompt = replace(prompt, cache_salt=body.get("cache_salt"))
     return prompt, SamplingParams(max_tokens=max_tokens, logprobs=_logprobs(item, body), **options)
 
 
@@ -182,6 +193,7 @@ def response_record(
             entry["text"] = choice.text
             entry["logprobs"] = _completion_logprobs(choice, reader.tokenizer)
             entry["finish_reason"] = choice.finish_reason
+        entry["stop_reason"] = choice.stop_reason
         choices.append(entry)
     num_prompt = len(output.prompt_token_ids)
     num_completion = sum(len(choice.token_ids) for choice in output.outputs)
@@ -195,9 +207,13 @@ def response_record(
             "prompt_tokens": num_prompt,
             "completion_tokens": num_completion,
             "total_tokens": num_prompt + num_completion,
+            "prompt_tokens_details": {"cached_tokens": output.num_cached_tokens or 0},
         },
         "seed": output.seed,
+        "approximate": output.approximate,
     }
+    if output.prompt_logprobs is not None:
+        body["prompt_logprobs"] = [_prompt_logprobs(entries) for entries in output.prompt_logprobs]
     if item.is_chat:
         body["usage"]["completion_tokens_details"] = {"reasoning_tokens": num_reasoning}
     if note is not None:
@@ -291,9 +307,13 @@ def _logprobs(item: BatchItem, body: Mapping[str, Any]) -> int | None:
         return None
     else:
         name, count = "top_logprobs", body.get("top_logprobs", 0)
+    _check_count(name, count)
+    return count
+
+
+def _check_count(name: str, count: int | None) -> None:
     if count is not None and not 0 <= count <= _MAX_LOGPROBS:
         raise RequestError("invalid_parameter", f"{name} must be from 0 to {_MAX_LOGPROBS}, got {shown(count)}")
-    return count
 
 
 def _message(message: ChatMessage, item: BatchItem) -> dict[str, Any]:
@@ -317,6 +337,7 @@ def _chat_logprobs(choice: CompletionOutput, item: BatchItem, tokenizer: Tokeniz
     if choice.logprobs is None or tokenizer is None:
         return None
     count = item.body.get("top_logprobs") or 0
+    asked = set(item.body.get("logprob_token_ids") or ())
 
     def entry(token_id: int, logprob: Logprob) -> dict[str, Any]:
         data = tokenizer.id_to_bytes(token_id)
@@ -324,8 +345,9 @@ def _chat_logprobs(choice: CompletionOutput, item: BatchItem, tokenizer: Tokeniz
 
     content = []
     for token_id, entries in zip(choice.token_ids, choice.logprobs, strict=True):
-        best = [pair for pair in sorted(entries.items(), key=lambda pair: pair[1].rank) if pair[1].rank <= count]
-        content.append({**entry(token_id, entries[token_id]), "top_logprobs": [entry(*pair) for pair in best]})
+        by_rank = sorted(entries.items(), key=lambda pair: pair[1].rank)
+        shown_too = [entry(*pair) for pair in by_rank if pair[1].rank <= count or pair[0] in asked]
+        content.append({**entry(token_id, entries[token_id]), "top_logprobs": shown_too})
     return {"content": content}
 
 
@@ -346,6 +368,16 @@ def _completion_logprobs(choice: CompletionOutput, tokenizer: Tokenizer | None) 
             for entries in choice.logprobs
         ],
         "text_offset": [0, *detokenizer.offsets][: len(tokens)],
+    }
+
+
+def _prompt_logprobs(entries: Mapping[int, Logprob] | None) -> dict[str, dict[str, Any]] | None:
+    """One prompt position, by token id as vLLM writes it; None for the first, which nothing predicts."""
+    if entries is None:
+        return None
+    return {
+        str(token_id): {"logprob": _finite(value.logprob), "rank": value.rank, "decoded_token": value.decoded_token}
+        for token_id, value in entries.items()
     }
 
 

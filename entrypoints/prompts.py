@@ -6,94 +6,27 @@ content and calls. How a conversation is spelled is the model's business (`model
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from numbers import Integral
-from typing import Any, Protocol
+from typing import Any
 
 from deepinfer.core.answer_text import text_with
 from deepinfer.core.errors import RequestError
+from deepinfer.core.grammar.spec import StructuredOutput
 from deepinfer.core.outputs import CompletionOutput, RequestOutput
+from deepinfer.core.sampling_params import SamplingParams
 from deepinfer.core.tokenizer import Tokenizer
+from deepinfer.entrypoints.answer_form import read_form, told_request
+from deepinfer.entrypoints.answer_stream import AnswerStream
+from deepinfer.entrypoints.chat_protocol import ChatFormat
 from deepinfer.ops.show import shown
 
 PromptLike = str | Sequence[int] | Mapping[str, Any]
-"""Text, token ids, `{"prompt": text}` or `{"prompt_token_ids": ids}`."""
+"""Text, token ids, `{"prompt": text}` or `{"prompt_token_ids": ids}`; a dict may also hold a `cache_salt`."""
 
 _DICT_KEYS = ("prompt", "prompt_token_ids")
-
-
-class RenderedChat(Protocol):
-    """A conversation as a prompt."""
-
-    @property
-    def text(self) -> str:
-        """The prompt as one string."""
-
-    @property
-    def num_images(self) -> int:
-        """Image places in the prompt."""
-
-    @property
-    def starts_in_reasoning(self) -> bool:
-        """Whether the answer begins inside the reasoning."""
-
-    def to_ids(self, tokenizer: Tokenizer) -> list[int]:
-        """The prompt's token ids."""
-
-
-class FunctionCall(Protocol):
-    """A call the model made."""
-
-    @property
-    def name(self) -> str:
-        """The tool."""
-
-    @property
-    def arguments(self) -> str:
-        """A JSON object as text."""
-
-
-class ParsedAnswer(Protocol):
-    """An answer taken apart."""
-
-    @property
-    def reasoning_content(self) -> str | None:
-        """The reasoning, None where the answer did not begin in it."""
-
-    @property
-    def content(self) -> str:
-        """The answer itself."""
-
-    @property
-    def tool_calls(self) -> Sequence[FunctionCall]:
-        """Complete calls."""
-
-    @property
-    def reasoning_truncated(self) -> bool:
-        """Whether it ended inside the reasoning."""
-
-
-class ChatFormat(Protocol):
-    """A model family's way to write conversations, as its chat module offers it."""
-
-    @property
-    def visible_tokens(self) -> Collection[str]:
-        """Control tokens that the parser must see in the text."""
-
-    def encode_chat(
-        self,
-        request: Mapping[str, Any],
-        *,
-        add_generation_prompt: bool | None = None,
-        continue_final_message: bool = False,
-    ) -> RenderedChat:
-        """Render a request; ValueError, its message beginning with the place at fault, when it cannot be."""
-
-    def parse_completion(
-        self, text: str, thinking: bool, *, tools: Sequence[Mapping[str, Any]] | None = None
-    ) -> ParsedAnswer:
-        """Take an answer apart; `thinking` says whether it began in the reasoning."""
+_DICT_OPTIONS = ("cache_salt",)
 
 
 @dataclass(frozen=True)
@@ -106,6 +39,8 @@ class PreparedPrompt:
         is_chat: whether the answer is a message.
         starts_in_reasoning: whether the answer begins inside the reasoning.
         tools: the conversation's tools.
+        cache_salt: only requests of equal salt share KV; None for the caller's.
+        structured_output: the form that the conversation asks of the answer; None for any.
     """
 
     token_ids: list[int]
@@ -113,6 +48,23 @@ class PreparedPrompt:
     is_chat: bool = False
     starts_in_reasoning: bool = False
     tools: Sequence[Mapping[str, Any]] | None = None
+    cache_salt: str | None = None
+    structured_output: StructuredOutput | None = None
+
+    def constrain(self, params: SamplingParams) -> SamplingParams:
+        """`params`, with the form that the conversation asks for.
+
+        Raises:
+            RequestError: they ask for one as well.
+        """
+        if self.structured_output is None:
+            return params
+        if params.structured_output is not None:
+            raise RequestError(
+                "invalid_parameter",
+                "structured_output cannot be combined with a response_format or tool_choice that has a form of its own",
+            )
+        return replace(params, structured_output=self.structured_output)
 
 
 @dataclass(frozen=True)
@@ -194,17 +146,18 @@ class PromptReader:
         Raises:
             RequestError: the prompt is empty, of an unknown shape, or is text and there is no tokenizer.
         """
+        salt = None
         if isinstance(prompt, Mapping):
+            salt = prompt.get("cache_salt")
             keys = [key for key in _DICT_KEYS if prompt.get(key) is not None]
-            unknown = [str(key) for key in prompt if key not in _DICT_KEYS]
+            unknown = [str(key) for key in prompt if key not in _DICT_KEYS + _DICT_OPTIONS]
             if len(keys) != 1 or unknown:
                 raise _invalid(f"a dict needs exactly one of {', '.join(_DICT_KEYS)}, got {shown(list(prompt))}")
             prompt = prompt[keys[0]]
             if isinstance(prompt, str) != (keys[0] == "prompt"):
                 raise _invalid(f"{keys[0]} must be {'text' if keys[0] == 'prompt' else 'a list of token ids'}")
-        if isinstance(prompt, str):
-            return self._read_text(prompt)
-        return PreparedPrompt(_read_ids(prompt))
+        read = self._read_text(prompt) if isinstance(prompt, str) else PreparedPrompt(_read_ids(prompt))
+        return read if salt is None else replace(read, cache_salt=salt)
 
     def read_chat(
         self,
@@ -215,14 +168,17 @@ class PromptReader:
     ) -> PreparedPrompt:
         """Render a conversation (`messages`, and optionally `tools`, `thinking`, `reasoning_effort`, ...).
 
+        `response_format`, `tool_choice` and strict tools also give the prompt's `structured_output`.
+
         Raises:
             RequestError: the conversation cannot be rendered; the message begins with the place at fault.
         """
         if self._chat is None or self.tokenizer is None:
             raise RequestError("chat_unavailable", "this model has no chat format; send prompts or token ids")
+        told = told_request(request)
         try:
             rendered = self._chat.encode_chat(
-                request,
+                told,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
             )
@@ -231,7 +187,36 @@ class PromptReader:
             raise RequestError("invalid_chat", str(error)) from error
         if rendered.num_images:
             raise RequestError("unsupported_parameter", "messages: images are not supported yet; send text parts only")
-        return PreparedPrompt(ids, rendered.text, True, rendered.starts_in_reasoning, request.get("tools"))
+        return PreparedPrompt(
+            ids,
+            rendered.text,
+            True,
+            rendered.starts_in_reasoning,
+            told.get("tools"),
+            structured_output=read_form(request, is_chat=True),
+        )
+
+    def read_messages(
+        self,
+        messages: object,
+        *,
+        thinking: bool | Mapping[str, Any] | None = None,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
+        **options: Any,
+    ) -> PreparedPrompt:
+        """Render a conversation, its options as `LLM.chat` takes them.
+
+        Raises:
+            RequestError: the conversation cannot be rendered; the message begins with the place at fault.
+        """
+        if isinstance(thinking, bool):
+            thinking = {"type": "enabled" if thinking else "disabled"}
+        return self.read_chat(
+            {"messages": messages, "thinking": thinking, **options},
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+        )
 
     def read_answer(self, prompt: PreparedPrompt, completion: CompletionOutput) -> ChatMessage:
         """Take a finished answer apart."""
@@ -255,6 +240,12 @@ class PromptReader:
             num_reasoning_tokens=num_reasoning,
             note=note,
         )
+
+    def follow_answer(self, prompt: PreparedPrompt, params: SamplingParams) -> AnswerStream:
+        """Take an answer apart as it arrives."""
+        assert self._chat is not None and self.tokenizer is not None, "only a chat prompt has an answer to read"
+        parser = self._chat.new_parser(prompt.starts_in_reasoning, tools=prompt.tools)
+        return AnswerStream(self.tokenizer, parser, self._visible, params)
 
     def chat_output(self, prompt: PreparedPrompt, output: RequestOutput) -> ChatOutput:
         """`output` with its answers taken apart."""

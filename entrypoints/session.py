@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from deepinfer.core.errors import RequestError
@@ -39,7 +40,9 @@ class Session:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self._lock = threading.RLock()
-        self._sinks: dict[str, Sink] = {}
+        self._outputs: dict[str, RequestOutput] = {}
+        # By the result's identity: its id may be another request's by the time an abort is reported.
+        self._sinks: dict[int, Sink] = {}
         self._ordinal = 0
         self._is_closed = False
 
@@ -49,6 +52,7 @@ class Session:
         params: SamplingParams,
         sink: Sink,
         *,
+        request_id: str | None = None,
         seed_key: int | str | None = None,
         **options: Any,
     ) -> str:
@@ -58,8 +62,9 @@ class Session:
             prompt: from a `PromptReader`.
             params: how to sample.
             sink: called by `step` with the request's live result whenever it advances, last when it is `finished`.
+            request_id: by default its ordinal here, or the next number that no live request has.
             seed_key: names the request where it has no seed; by default its ordinal here.
-            options: passed to `Engine.add_request`.
+            options: passed to `Engine.add_request`; a prompt that has a `cache_salt` of its own keeps it.
 
         Returns:
             The request's id, for `abort`.
@@ -73,16 +78,20 @@ class Session:
                 raise SessionClosedError()
             ordinal = self._ordinal
             self._ordinal += 1
-            request_id = str(ordinal)
-            self.engine.add_request(
+            if request_id is None:
+                request_id = next(name for name in map(str, count(ordinal)) if name not in self._outputs)
+            if prompt.cache_salt is not None:
+                options["cache_salt"] = prompt.cache_salt
+            output = self.engine.add_request(
                 request_id,
                 prompt.token_ids,
-                params,
+                prompt.constrain(params),
                 prompt=prompt.text,
                 seed_key=ordinal if seed_key is None else seed_key,
                 **options,
             )
-            self._sinks[request_id] = sink
+            self._outputs[request_id] = output
+            self._sinks[id(output)] = sink
             return request_id
 
     def step(self) -> None:
@@ -95,20 +104,30 @@ class Session:
             if self._is_closed:
                 raise SessionClosedError()
             for output in self.engine.step():
-                sink = self._sinks.get(output.request_id)
+                sink = self._sinks.get(id(output))
                 if output.finished:
-                    self._sinks.pop(output.request_id, None)
+                    self._sinks.pop(id(output), None)
+                    if self._outputs.get(output.request_id) is output:
+                        del self._outputs[output.request_id]
                 if sink is not None:
                     sink(output)
 
-    def abort(self, request_id: str) -> bool:
-        """End a request; its sink is not called any more. False when it is not live."""
+    def abort(self, request_id: str, *, deliver: bool = False) -> bool:
+        """End a request; False when it is not live.
+
+        Args:
+            request_id: from `submit`.
+            deliver: its sink gets the result, with finish reason "abort", in the next step; else it is not called any
+                more.
+        """
         with self._lock:
-            self._sinks.pop(request_id, None)
+            output = self._outputs.pop(request_id, None)
+            if output is not None and not deliver:
+                self._sinks.pop(id(output), None)
             return not self._is_closed and self.engine.abort(request_id)
 
     def submit_or_refuse(
-        self, prompt: PreparedPrompt | RequestError, params: SamplingParams, sink: Sink
+        self, prompt: PreparedPrompt | RequestError, params: SamplingParams, sink: Sink, **options: Any
     ) -> str | RequestOutput:
         """The request's id, or the result of a request that was refused."""
         with self._lock:
@@ -117,7 +136,7 @@ class Session:
                 self._ordinal += 1  # later requests keep the seed they would have had
                 return RequestOutput(request_id, finished=True, error=prompt)
             try:
-                return self.submit(prompt, params, sink)
+                return self.submit(prompt, params, sink, **options)
             except RequestError as error:
                 return RequestOutput(request_id, prompt.text, prompt.token_ids, finished=True, error=error)
 
@@ -149,5 +168,6 @@ class Session:
         with self._lock:
             if not self._is_closed:
                 self._is_closed = True
+                self._outputs.clear()
                 self._sinks.clear()
                 self.engine.close()

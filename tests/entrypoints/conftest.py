@@ -61,6 +61,7 @@ class FakeEngine:
         self.requests[request_id] = Live(output, params, detokenizer)
         self.log.append(("add", seed_key))
         self.most_live = max(self.most_live, len(self.requests))
+        return output
 
     def step(self):
         changed, self.ended = self.ended, []
@@ -99,10 +100,19 @@ class FakeEngine:
         return live is not None
 
     def stats(self):
-        return SimpleNamespace(num_generated_tokens=self.generated, num_running=len(self.requests))
+        return SimpleNamespace(num_generated_tokens=self.generated, num_running=len(self.requests), speculation=None)
 
     def close(self):
         self.closed = True
+
+
+@pytest.fixture
+def one_thread():
+    """Small tensors gain nothing from a second thread, and lose much where cores are shared."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")

@@ -5,6 +5,7 @@ import pytest
 
 from deepinfer.core.config import EngineConfig
 from deepinfer.core.engine import Engine
+from deepinfer.core.sampling_params import SamplingParams
 from deepinfer.entrypoints.batch import BatchRunner
 from deepinfer.entrypoints.chat_formats import chat_format
 from deepinfer.entrypoints.llm import LLM
@@ -13,16 +14,6 @@ from deepinfer.testing import PuppetModel
 from deepinfer.testing.workloads import cpu_ops
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-@pytest.fixture
-def one_thread():
-    import torch
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture
@@ -142,3 +133,48 @@ def test_what_cannot_be_had_is_refused_by_name(answer, lines) -> None:
         "mode": "invalid_parameter",
         "forced": "invalid_parameter",
     }
+
+
+def test_what_a_result_knows_stands_in_its_line(answer, lines, llm) -> None:
+    nine = llm.tokenizer.encode("9")[0]
+    text = "long enough to fill a block or two of the cache"
+    records = answer(
+        lines.completion("first", text, temperature=0, max_tokens=2, seed=2**63 + 1),
+        lines.completion("scored", "Once", temperature=0, max_tokens=1, prompt_logprobs=2),
+        lines.completion("asked", "Once", temperature=0, max_tokens=2, logprobs=0, logprob_token_ids=[nine]),
+        lines.chat("chat", temperature=0, max_tokens=60, stop=["45"], logprobs=True, logprob_token_ids=[nine]),
+        lines.completion("id", "x", temperature=0, max_tokens=9, stop_token_ids=[nine], logit_bias={str(nine): 50}),
+    )
+    first = body_of(records["first"])
+    assert first["seed"] == 2**63 + 1 and first["approximate"] is False
+    assert first["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
+    assert first["choices"][0]["stop_reason"] is None and "prompt_logprobs" not in first
+    scored = body_of(records["scored"])["prompt_logprobs"]
+    assert scored[0] is None and len(scored) == body_of(records["scored"])["usage"]["prompt_tokens"]
+    assert all(len(entries) in (2, 3) and {e["rank"] for e in entries.values()} >= {1, 2} for entries in scored[1:])
+    asked = body_of(records["asked"])["choices"][0]["logprobs"]["top_logprobs"]
+    assert [sorted(entries) for entries in asked] == [["9", "w"]] * 2
+    chat = body_of(records["chat"])["choices"][0]
+    assert chat["stop_reason"] == "45" and chat["finish_reason"] == "stop"
+    assert all("9" in [e["token"] for e in entry["top_logprobs"]] for entry in chat["logprobs"]["content"])
+    assert body_of(records["id"])["choices"][0]["stop_reason"] == nine
+
+
+def test_requests_share_stored_prompts_unless_their_salts_differ(answer, lines, llm) -> None:
+    ids = [llm.tokenizer.bos_token_id, *(5 + i for i in range(69))]
+    ends = {"temperature": 0, "max_tokens": 1}
+    once = {name: lines.completion(name, ids, cache_salt=salt, **ends) for name, salt in [("a", "x"), ("b", "y")]}
+    llm.generate(ids, SamplingParams(**ends), cache_salt="x")
+    records = answer(*once.values(), lines.completion("bad", ids, cache_salt=3, **ends))
+    cached = {name: body_of(records[name])["usage"]["prompt_tokens_details"]["cached_tokens"] for name in once}
+    assert cached == {"a": 64, "b": 0}
+    assert records["bad"]["error"]["code"] == "invalid_parameter"
+    assert "cache_salt must be a string" in records["bad"]["error"]["message"]
+
+
+def test_more_logprobs_than_a_line_may_ask_for_are_refused(answer, lines) -> None:
+    records = answer(
+        lines.completion("prompt", prompt_logprobs=21), lines.chat("chat", prompt_logprobs=-1), lines.chat("none")
+    )
+    assert "prompt_logprobs must be from 0 to 20, got 21" in records["prompt"]["error"]["message"]
+    assert records["chat"]["error"]["code"] == "invalid_parameter" and records["none"]["error"] is None

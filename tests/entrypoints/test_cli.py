@@ -1,13 +1,16 @@
 import json
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
 
 import deepinfer
 from deepinfer.core.errors import ConfigError
+from deepinfer.core.speculation import SpeculationStats
 from deepinfer.entrypoints.cli import app
+from deepinfer.entrypoints.llm import LLM
 from deepinfer.ops.backend import Availability, Backend
 from deepinfer.ops.errors import BackendUnavailableError
 
@@ -61,6 +64,21 @@ def test_public_names_resolve() -> None:
         deepinfer.nothing  # noqa: B018
 
 
+def test_run_says_what_became_of_drafts(cli, fake_llm, write_input, lines, tmp_path, monkeypatch) -> None:
+    found = SpeculationStats([4, 2, 0], [3, 1, 0], [3.2, 1.5, 0.0], [3.0, 0.8, 0.0])
+    stats = SimpleNamespace(num_generated_tokens=4, num_running=0, speculation=found)
+    monkeypatch.setattr(LLM, "stats", property(lambda llm: stats))
+    source = write_input([lines.chat("a")])
+    result = cli("run", source, "-o", tmp_path / "out.jsonl", "--model", "tiny")
+    assert result.exit_code == 0, result.stderr
+    words = [line.split() for line in result.stdout.splitlines()]
+    assert [line for line in words if line[:1] in (["place"], ["1"], ["2"], ["3"])] == [
+        ["place", "verified", "accepted", "confidence", "forecast"],
+        ["1", "4", "0.750", "0.800", "0.750"],
+        ["2", "2", "0.500", "0.750", "0.400"],
+    ]
+
+
 def test_run_answers_and_summarises(cli, fake_llm, write_input, lines, tmp_path, read_output) -> None:
     output = tmp_path / "out.jsonl"
     source = write_input([lines.chat("a"), lines.completion("b"), lines.completion("c")])
@@ -69,6 +87,7 @@ def test_run_answers_and_summarises(cli, fake_llm, write_input, lines, tmp_path,
     assert [r["custom_id"] for r in read_output(output)] == ["a", "b"]
     assert "answered" in result.stdout and "2/2 requests, 8 tokens" in result.stderr
     assert (fake_llm[0].model, fake_llm[0].max_num_seqs) == ("tiny", 3)
+    assert "confidence" not in result.stdout
     again = cli("run", source, "-o", output, "--model", "tiny")
     assert again.exit_code == 0 and "2 items have a line already" in again.stderr
     assert len(read_output(output)) == 3
@@ -102,6 +121,18 @@ def test_run_takes_settings_from_options_then_file_then_environment(
     assert (config.model, config.seed, config.max_num_seqs) == ("from-environment", 1, 2)
     assert config.kv_rounding is False and config.kv_memory_bytes == 1 << 30
     assert "warning: DEEPINFER_NCCL_NUM_SMS is not supported" in result.stderr
+
+
+def test_run_takes_any_setting_by_name_and_flags_go_before(cli, fake_llm, write_input, lines, tmp_path) -> None:
+    result = cli(
+        *("run", write_input([lines.chat("a")]), "-o", tmp_path / "out.jsonl", "--seed", 5),
+        *("--set", "model=named", "--set", "draft_schedule=fixed", "--set", "seed=9", "--set", "prefix_caching=no"),
+    )
+    assert result.exit_code == 0, result.stderr
+    config = fake_llm[0]
+    assert (config.model, config.seed, config.draft_schedule, config.prefix_caching) == ("named", 5, "fixed", False)
+    wrong = cli("run", tmp_path / "in.jsonl", "-o", tmp_path / "x", "--set", "draft_schedul=fixed")
+    assert wrong.exit_code == 2 and "did you mean draft_schedule" in wrong.stderr
 
 
 def test_run_that_cannot_start_says_why_and_changes_nothing(cli, fake_llm, write_input, lines, tmp_path) -> None:

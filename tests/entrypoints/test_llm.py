@@ -24,6 +24,7 @@ def test_results_stand_in_order_and_failures_keep_their_place(make_llm) -> None:
     assert results[57].error is not None and results[57].error.code == "prompt_too_long"
     others = [r for i, r in enumerate(results) if i != 57]
     assert all(r.error is None and r.finished and len(r.outputs[0].token_ids) == 4 for r in others)
+    assert all(r.text == r.outputs[0].text and len(r.text) == 4 for r in others) and results[57].text == ""
 
 
 @pytest.mark.parametrize(
