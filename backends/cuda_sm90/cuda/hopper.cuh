@@ -1,0 +1,94 @@
+// Hopper's own instructions as functions: shared-memory barriers, bulk copies, warpgroup MMA. One wrapper, one PTX line.
+// Source: PTX ISA 8.x, sections on mbarrier, cp.async.bulk, wgmma.
+
+using u8 = unsigned char;
+using u16 = unsigned short;
+using u32 = unsigned int;
+using u64 = unsigned long long;
+
+struct alignas(64) TensorMap {
+  u64 words[16];
+};
+
+__device__ __forceinline__ u32 shared_address(const void* p) { return static_cast<u32>(__cvta_generic_to_shared(p)); }
+
+// --- barriers: a count of arrivals and of bytes, and a phase bit that flips when both are complete ---------------------
+
+__device__ __forceinline__ void barrier_init(u32 barrier, u32 arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals));
+}
+__device__ __forceinline__ void barrier_init_done() { asm volatile("fence.mbarrier_init.release.cluster;"); }
+__device__ __forceinline__ void barrier_expect(u32 barrier, u32 bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void barrier_arrive(u32 barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+__device__ __forceinline__ void barrier_wait(u32 barrier, u32 phase) {
+  asm volatile(
+      "{\n.reg .pred done;\nAGAIN%=:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n@!done bra AGAIN%=;\n}" ::"r"(
+          barrier),
+      "r"(phase)
+      : "memory");
+}
+
+// --- copies and plain shared memory ------------------------------------------------------------------------------------
+
+// A box of a tensor map at element (x, y) into shared memory; its bytes complete on `barrier`.
+__device__ __forceinline__ void copy_box(u32 to, const TensorMap* map, int x, int y, u32 barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(to),
+      "l"(map), "r"(x), "r"(y), "r"(barrier)
+      : "memory");
+}
+// Orders writes of threads to shared memory before reads of the asynchronous units (MMA, bulk copies).
+__device__ __forceinline__ void fence_async_units() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+__device__ __forceinline__ void store_16(u32 at, u32 a, u32 b, u32 c, u32 d) {
+  asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(at), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
+}
+__device__ __forceinline__ void store_u32(u32 at, u32 v) { asm volatile("st.shared.u32 [%0], %1;" ::"r"(at), "r"(v) : "memory"); }
+__device__ __forceinline__ void store_f32(u32 at, float v) { asm volatile("st.shared.f32 [%0], %1;" ::"r"(at), "f"(v) : "memory"); }
+__device__ __forceinline__ float load_f32(u32 at) {
+  float v;
+  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(at));
+  return v;
+}
+
+// --- warpgroup MMA -----------------------------------------------------------------------------------------------------
+
+// Operand whose rows run along K: tiles of 8 rows x 128 bytes, 128-byte swizzle, groups of 8 rows 1024 bytes apart.
+// Sixteen bfloat16 further along K is + 2 (in units of 16 bytes).
+__device__ __forceinline__ u64 rows_along_k(u32 at) {
+  return (u64)(at & 0x3FFFF) >> 4 | 1ull << 16 | 64ull << 32 | 1ull << 62;
+}
+// The same bytes read across: 64 columns an atom, atoms 8192 bytes apart, groups of 8 rows (now along K) 1024 apart.
+__device__ __forceinline__ u64 columns_along_k(u32 at) {
+  return (u64)(at & 0x3FFFF) >> 4 | 512ull << 16 | 64ull << 32 | 1ull << 62;
+}
+__device__ __forceinline__ void mma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void mma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void mma_wait_all() { asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory"); }
+// Pins accumulators behind a wait, so that the compiler moves no read of them before it.
+template <int N>
+__device__ __forceinline__ void keep(float (&d)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; i++) asm volatile("" : "+f"(d[i])::"memory");
+}
+
+// --- bfloat16 pairs ----------------------------------------------------------------------------------------------------
+
+__device__ __forceinline__ u32 multiply_pair(u32 a, u32 b) {  // keeps subnormals, which the decoders need
+  u32 r;
+  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+  return r;
+}
+__device__ __forceinline__ u32 round_pair(float low, float high) {
+  u32 r;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+  return r;
+}
+__device__ __forceinline__ float power_of_two(float x) {
+  float r;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+  return r;
+}

@@ -1,0 +1,280 @@
+"""Engram: n-gram ids and hashes in integers, rows of large tables, and the gate."""
+
+from __future__ import annotations
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from deepinfer.backends.nvidia.codes import load_values
+from deepinfer.backends.nvidia.launch import kernel
+from deepinfer.backends.nvidia.registry import KERNELS
+from deepinfer.backends.nvidia.tensors import FORMAT, new_like, next_pow2, packed, pitch, rows_of, warps_for
+from deepinfer.ops import engram as engram_ops
+from deepinfer.ops.errors import CaptureError
+from deepinfer.ops.formats import QTensor
+
+_ROWS = 64
+"""Rows that one program of the integer kernels takes."""
+
+
+@kernel
+def _ngrams(
+    out: tl.tensor,
+    input_ids: tl.tensor,
+    row_to_seq: tl.tensor,
+    cu_seqlens: tl.tensor,
+    history: tl.tensor,
+    token_map: tl.tensor,
+    blocked: tl.tensor,
+    history_blocked: tl.tensor,
+    rows: tl.int32,
+    pad_token: tl.int32,
+    DEPTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    live = row < rows
+    seq = tl.load(row_to_seq + row, mask=live, other=0).to(tl.int64)
+    inside = row - tl.load(cu_seqlens + seq, mask=live, other=0)
+    pad = tl.load(token_map + pad_token)
+    open_ = live
+    for back in tl.static_range(DEPTH):
+        here = live & (inside >= back)
+        before = live & (inside < back)
+        token = tl.load(input_ids + row - back, mask=here, other=-1)
+        if blocked is not None:
+            open_ = open_ & ((tl.load(blocked + row - back, mask=here, other=0) == 0) | before)
+        if DEPTH > 1:
+            place = seq * (DEPTH - 1) + back - 1 - inside
+            token = tl.where(here, token, tl.load(history + place, mask=before, other=-1))
+            if history_blocked is not None:
+                open_ = open_ & (tl.load(history_blocked + place, mask=before, other=0) == 0)
+        open_ = open_ & (token >= 0)
+        value = tl.load(token_map + tl.maximum(token, 0), mask=open_, other=0)
+        tl.store(out + row.to(tl.int64) * DEPTH + back, tl.where(open_, value, pad), mask=live)
+
+
+@kernel
+def _hash(
+    out: tl.tensor,
+    ngrams: tl.tensor,
+    multipliers: tl.tensor,
+    primes: tl.tensor,
+    offsets: tl.tensor,
+    rows: tl.int32,
+    DEPTH: tl.constexpr,
+    HEADS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    COLUMN_BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    row = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)[:, None]
+    layer = tl.program_id(1).to(tl.int64)
+    column = tl.arange(0, COLUMN_BLOCK)[None, :]
+    inside = column < COLUMNS
+    live = row < rows
+    mixed = tl.load(ngrams + row * DEPTH, mask=live, other=0).to(tl.int64) * tl.load(multipliers + layer * DEPTH)
+    chosen = tl.zeros((BLOCK, COLUMN_BLOCK), tl.int64)
+    for n in tl.static_range(1, DEPTH):
+        gram = tl.load(ngrams + row * DEPTH + n, mask=live, other=0).to(tl.int64)
+        mixed = mixed ^ (gram * tl.load(multipliers + layer * DEPTH + n))
+        chosen = tl.where(column // HEADS == n - 1, mixed, chosen)
+    prime = tl.load(primes + layer * COLUMNS + column, mask=inside, other=1)
+    left = chosen % prime
+    left = tl.where(left < 0, left + prime, left)
+    place = left + tl.load(offsets + layer * COLUMNS + column, mask=inside, other=0)
+    tl.store(out + (layer * rows + row) * COLUMNS + column, place.to(tl.int32), mask=live & inside)
+
+
+@kernel
+def _fetch(
+    out: tl.tensor,
+    data: tl.tensor,
+    scale: tl.tensor,
+    rows: tl.tensor,
+    data_pitch: tl.int64,
+    scale_pitch: tl.int64,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    FMT: tl.constexpr,
+) -> None:
+    number = tl.program_id(0).to(tl.int64)
+    row = tl.load(rows + number).to(tl.int64)
+    place = tl.arange(0, BLOCK)
+    mask = place < WIDTH
+    if FMT == 0:
+        value = tl.load(data + row * data_pitch + place, mask=mask, other=0.0).to(tl.float32)
+    else:
+        value = load_values(data + row * data_pitch, scale + row * scale_pitch, place, mask, FMT)
+    tl.store(out + number * WIDTH + place, value.to(out.dtype.element_ty), mask=mask)
+
+
+@kernel
+def _gate(
+    out: tl.tensor,
+    h: tl.tensor,
+    kv: tl.tensor,
+    q_weight: tl.tensor,
+    k_weight: tl.tensor,
+    blocked: tl.tensor,
+    kv_pitch: tl.int64,
+    eps: tl.float32,
+    root: tl.float32,
+    STREAMS: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    stream = tl.program_id(1)
+    place = tl.arange(0, BLOCK)
+    mask = place < HIDDEN
+    at = (row * STREAMS + stream) * HIDDEN + place
+    query = tl.load(h + at, mask=mask, other=0.0).to(tl.float32)
+    start = kv + row * kv_pitch
+    key = tl.load(start + stream * HIDDEN + place, mask=mask, other=0.0).to(tl.float32)
+    weight = tl.load(q_weight + stream * HIDDEN + place, mask=mask, other=0.0).to(tl.float32)
+    weight = weight * tl.load(k_weight + stream * HIDDEN + place, mask=mask, other=0.0).to(tl.float32)
+    dot = tl.sum(query * weight * key, 0)
+    dot = dot * tl.div_rn(1.0, tl.sqrt_rn(tl.div_rn(tl.sum(query * query, 0), HIDDEN * 1.0) + eps))
+    dot = dot * tl.div_rn(1.0, tl.sqrt_rn(tl.div_rn(tl.sum(key * key, 0), HIDDEN * 1.0) + eps))
+    dot = tl.div_rn(dot, root)
+    size = tl.abs(dot)
+    size = tl.sqrt_rn(tl.where(size < 1e-6, 1e-6, size))
+    signed = tl.where(dot.to(tl.int32, bitcast=True) < 0, -size, size)
+    gate = tl.div_rn(1.0, 1.0 + tl.exp(-signed))
+    if blocked is not None:
+        gate = tl.where(tl.load(blocked + row) != 0, 0.0, gate)
+    value = tl.load(start + STREAMS * HIDDEN + place, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + at, (query + gate * value).to(out.dtype.element_ty), mask=mask)
+
+
+@KERNELS.implements(engram_ops.engram_ngrams)
+def engram_ngrams(
+    input_ids: Tensor,
+    row_to_seq: Tensor,
+    cu_seqlens_q: Tensor,
+    history: Tensor,
+    token_map: Tensor,
+    pad_token_id: int,
+    blocked: Tensor | None,
+    history_blocked: Tensor | None,
+    *,
+    out: Tensor | None = None,
+) -> Tensor:
+    """A program per stretch of rows."""
+    rows, depth = input_ids.shape[0], history.shape[1] + 1
+    out = new_like(out, (rows, depth), torch.int32, input_ids.device)
+    _ngrams(
+        (-(-rows // _ROWS),),
+        out,
+        packed(input_ids),
+        packed(row_to_seq),
+        packed(cu_seqlens_q),
+        packed(history),
+        packed(token_map),
+        None if blocked is None else packed(blocked),
+        None if history_blocked is None else packed(history_blocked),
+        rows,
+        pad_token_id,
+        DEPTH=depth,
+        BLOCK=_ROWS,
+        num_warps=2,
+    )
+    return out
+
+
+@KERNELS.implements(engram_ops.engram_hash)
+def engram_hash(
+    ngrams: Tensor, multipliers: Tensor, primes: Tensor, offsets: Tensor, *, out: Tensor | None = None
+) -> Tensor:
+    """Products and remainders in 64 bits."""
+    rows, depth = ngrams.shape
+    layers, columns = primes.shape
+    out = new_like(out, (layers, rows, columns), torch.int32, ngrams.device)
+    _hash(
+        (-(-rows // 16), layers),
+        out,
+        packed(ngrams),
+        packed(multipliers),
+        packed(primes),
+        packed(offsets),
+        rows,
+        DEPTH=depth,
+        HEADS=columns // (depth - 1),
+        COLUMNS=columns,
+        COLUMN_BLOCK=next_pow2(columns),
+        BLOCK=16,
+    )
+    return out
+
+
+@KERNELS.implements(engram_ops.engram_fetch)
+def engram_fetch(table: Tensor | QTensor, rows: Tensor, out_dtype: torch.dtype, *, out: Tensor | None = None) -> Tensor:
+    """A program per table row. From a table in host memory the rows are picked there first, and the host waits.
+
+    Raises:
+        CaptureError: the table is in host memory and a graph is being captured.
+    """
+    if table.device != rows.device:
+        if torch.cuda.is_current_stream_capturing():
+            raise CaptureError("engram_fetch: the table is in host memory, so the host must look at the rows to fetch")
+        picked = rows.flatten().long().to(table.device)
+        if isinstance(table, QTensor):
+            table = QTensor(table.data[picked].to(rows.device), table.scale[picked].to(rows.device), table.fmt)
+        else:
+            table = table[picked].to(rows.device)
+        rows = torch.arange(rows.numel(), dtype=torch.int32, device=rows.device).view(rows.shape)
+    count, columns = rows.shape
+    data = rows_of(table.data if isinstance(table, QTensor) else table)
+    scale = rows_of(table.scale) if isinstance(table, QTensor) else None
+    width = table.shape[1]
+    out = new_like(out, (count, columns * width), out_dtype, rows.device)
+    _fetch(
+        (count * columns,),
+        out,
+        data,
+        scale,
+        packed(rows),
+        pitch(data),
+        0 if scale is None else pitch(scale),
+        WIDTH=width,
+        BLOCK=next_pow2(width),
+        FMT=FORMAT[table.fmt] if isinstance(table, QTensor) else FORMAT["plain"],
+        num_warps=1,
+    )
+    return out
+
+
+@KERNELS.implements(engram_ops.engram_gate)
+def engram_gate(
+    h: Tensor,
+    kv: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    eps: float,
+    blocked: Tensor | None = None,
+    *,
+    out: Tensor | None = None,
+) -> Tensor:
+    """A program per row and stream."""
+    rows, streams, hidden = h.shape
+    out = new_like(out, (rows, streams, hidden), h.dtype, h.device)
+    flat, block = rows_of(kv), next_pow2(hidden)
+    _gate(
+        (rows, streams),
+        out,
+        packed(h),
+        flat,
+        packed(q_weight),
+        packed(k_weight),
+        None if blocked is None else packed(blocked),
+        pitch(flat),
+        eps,
+        hidden**0.5,
+        STREAMS=streams,
+        HIDDEN=hidden,
+        BLOCK=block,
+        num_warps=warps_for(block),
+    )
+    return out

@@ -1,0 +1,218 @@
+"""Dense products and the products of experts: plain and quantised operands, float32 accumulation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from deepinfer.backends.nvidia.products import dense, grouped
+from deepinfer.backends.nvidia.registry import KERNELS
+from deepinfer.backends.nvidia.tensors import FORMAT, new_like, next_pow2, packed
+from deepinfer.ops import linear as linear_ops
+from deepinfer.ops import moe as moe_ops
+from deepinfer.ops.formats import QTensor
+
+_SOURCES = ("products.py",)
+
+
+@dataclass(frozen=True)
+class _Operand:
+    """What kernels read of a matrix: codes or values, scales, which of the two, and whether it is float32."""
+
+    data: Tensor
+    scale: Tensor | None
+    fmt: int
+    single: bool
+
+    @property
+    def scale_pitch(self) -> int:
+        return 0 if self.scale is None else self.scale.stride(-2)
+
+
+def _close(x: Tensor) -> Tensor:
+    """The tensor with neighbouring columns side by side; a copy only where they are not."""
+    return x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()
+
+
+def _operand(x: Tensor | QTensor) -> _Operand:
+    if isinstance(x, QTensor):
+        return _Operand(_close(x.data), _close(x.scale), FORMAT[x.fmt], False)
+    return _Operand(_close(x), None, 0, x.dtype == torch.float32)
+
+
+@dataclass(frozen=True)
+class _Tile:
+    """A tile's shape. Tokens may vary with their number; outputs and depth may not, since they fix a row's bits."""
+
+    rows: int
+    outputs: int = 64
+    depth: int = 64
+    warps: int = 4
+
+
+def _tile(num_rows: int, single: bool) -> _Tile:
+    if single:  # no tensor cores: what counts is that the tile stays in registers
+        return _Tile(16, depth=32)
+    return _Tile(min(max(next_pow2(num_rows), 16), 128))
+
+
+def product(
+    x: Tensor | QTensor,
+    weight: Tensor | QTensor,
+    out_dtype: torch.dtype,
+    acc: Tensor | None = None,
+    factor: float = 1.0,
+    out: Tensor | None = None,
+) -> Tensor:
+    """`x [T, K] weight [N, K]^T * factor + acc`, [T, N]."""
+    left, right = _operand(x), _operand(weight)
+    (num_rows, depth), num_out = x.shape, weight.shape[0]
+    y = new_like(out, (num_rows, num_out), out_dtype, left.data.device)
+    single = left.single or right.single
+    tile = _tile(num_rows, single)
+    added = None if acc is None else _close(acc)
+    dense(
+        (triton.cdiv(num_rows, tile.rows), triton.cdiv(num_out, tile.outputs), 1),
+        y,
+        left.data,
+        left.scale,
+        right.data,
+        right.scale,
+        added,
+        num_rows,
+        num_out,
+        depth,
+        factor,
+        y.stride(0),
+        0,
+        left.data.stride(0),
+        0,
+        left.scale_pitch,
+        right.data.stride(0),
+        0,
+        right.scale_pitch,
+        0,
+        0 if added is None else added.stride(0),
+        X_FMT=left.fmt,
+        W_FMT=right.fmt,
+        WIDE=tl.float32 if single else tl.bfloat16,
+        BM=tile.rows,
+        BN=tile.outputs,
+        BK=tile.depth,
+        num_warps=tile.warps,
+    )
+    return y
+
+
+@KERNELS.implements(linear_ops.linear_mx, sources=_SOURCES)
+def linear_mx(
+    x: Tensor | QTensor,
+    weight: QTensor,
+    out_dtype: torch.dtype,
+    acc: Tensor | None = None,
+    *,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Quantised operands become bfloat16, which holds them exactly; float32 activations are multiplied as float32."""
+    return product(x, weight, out_dtype, acc, out=out)
+
+
+@KERNELS.implements(linear_ops.linear_bf16, sources=_SOURCES)
+def linear_bf16(
+    x: Tensor, weight: Tensor, out_dtype: torch.dtype, out_scale: float = 1.0, *, out: Tensor | None = None
+) -> Tensor:
+    """The weight stays in its own dtype in memory."""
+    return product(x, weight, out_dtype, factor=out_scale, out=out)
+
+
+@KERNELS.implements(linear_ops.linear_grouped_o, sources=_SOURCES)
+def linear_grouped_o(x: Tensor, weight: Tensor | QTensor, *, out: Tensor | None = None) -> Tensor:
+    """One product per group, all groups in one launch."""
+    left, right = _operand(x), _operand(weight)
+    num_rows, groups, depth = x.shape
+    num_out = weight.shape[1]
+    y = new_like(out, (num_rows, groups, num_out), x.dtype, x.device)
+    single = left.single or right.single
+    tile = _tile(num_rows, single)
+    dense(
+        (triton.cdiv(num_rows, tile.rows), triton.cdiv(num_out, tile.outputs), groups),
+        y,
+        left.data,
+        None,
+        right.data,
+        right.scale,
+        None,
+        num_rows,
+        num_out,
+        depth,
+        1.0,
+        y.stride(0),
+        y.stride(1),
+        left.data.stride(0),
+        left.data.stride(1),
+        0,
+        right.data.stride(1),
+        right.data.stride(0),
+        right.scale_pitch,
+        0 if right.scale is None else right.scale.stride(0),
+        0,
+        X_FMT=0,
+        W_FMT=right.fmt,
+        WIDE=tl.float32 if single else tl.bfloat16,
+        BM=tile.rows,
+        BN=tile.outputs,
+        BK=tile.depth,
+        num_warps=tile.warps,
+    )
+    return y
+
+
+@KERNELS.implements(moe_ops.moe_grouped_gemm, sources=_SOURCES)
+def moe_grouped_gemm(
+    x: Tensor | QTensor,
+    weight: Tensor | QTensor,
+    psum: Tensor,
+    out_dtype: torch.dtype,
+    *,
+    out: Tensor | None = None,
+) -> Tensor:
+    """The grid covers any spread of rows over experts, so nothing of `psum` is read on the host."""
+    left, right = _operand(x), _operand(weight)
+    num_rows, depth = x.shape
+    num_experts, num_out = weight.shape[:2]
+    y = new_like(out, (num_rows, num_out), out_dtype, left.data.device)
+    single = left.single or right.single
+    tile = _tile(-(-num_rows // max(num_experts, 1)), single)
+    most = triton.cdiv(num_rows, tile.rows) + min(num_experts, num_rows)
+    grouped(
+        (most if num_experts else 0, triton.cdiv(num_out, tile.outputs)),
+        y,
+        left.data,
+        left.scale,
+        right.data,
+        right.scale,
+        packed(psum),
+        num_experts,
+        num_out,
+        depth,
+        y.stride(0),
+        left.data.stride(0),
+        left.scale_pitch,
+        right.data.stride(1),
+        right.data.stride(0),
+        right.scale_pitch,
+        0 if right.scale is None else right.scale.stride(0),
+        X_FMT=left.fmt,
+        W_FMT=right.fmt,
+        WIDE=tl.float32 if single else tl.bfloat16,
+        EXPERTS=next_pow2(num_experts),
+        BM=tile.rows,
+        BN=tile.outputs,
+        BK=tile.depth,
+        num_warps=tile.warps,
+    )
+    return y

@@ -1,0 +1,141 @@
+"""Cache records inside kernels: where a slot's codes and scales are, and how values go in and come out."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import triton.language as tl
+from torch import Tensor
+
+from deepinfer.backends.nvidia.codes import encode, load_values, store_codes
+from deepinfer.backends.nvidia.launch import device_function
+from deepinfer.backends.nvidia.tensors import next_pow2
+from deepinfer.ops.formats import PagedCache
+
+KIND: Final[dict[str, int]] = {"f32": 0, "fp8": 1, "index": 2, "fp4": 3}
+"""Record kinds, numbered as the formats of their codes (`codes.py`)."""
+
+
+def cache_constants(cache: PagedCache) -> dict[str, Any]:
+    """What kernels know about a cache at compile time."""
+    fmt = cache.format
+    return {"RECORDS": cache.records, "KIND": KIND[fmt.kind], "DIM": fmt.head_dim, "BLOCK": record_block(cache)}
+
+
+def record_block(cache: PagedCache) -> int:
+    """Elements of a tile that holds one record."""
+    return max(next_pow2(cache.format.head_dim), 32)
+
+
+def cache_arguments(cache: PagedCache) -> tuple[Tensor, int]:
+    """Bytes of a cache and how many there are from page to page."""
+    return cache.data, cache.data.stride(0)
+
+
+@device_function
+def code_bytes(KIND: tl.constexpr, DIM: tl.constexpr) -> tl.tensor:
+    """Bytes of codes in a record."""
+    if KIND == 0:
+        return DIM * 4
+    elif KIND == 1:
+        return DIM
+    else:
+        return DIM // 2
+
+
+@device_function
+def scale_bytes(KIND: tl.constexpr, DIM: tl.constexpr) -> tl.tensor:
+    """Bytes of scales in a record."""
+    if KIND == 0:
+        return 0
+    elif KIND == 3:
+        return DIM // 16
+    else:
+        return DIM // 32
+
+
+@device_function
+def record_places(
+    slot: tl.tensor, page_bytes: tl.tensor, RECORDS: tl.constexpr, KIND: tl.constexpr, DIM: tl.constexpr
+) -> tl.tensor:
+    """First code byte and first scale byte of a slot, both int64: pages times bytes can pass 2^31."""
+    codes = code_bytes(KIND, DIM)
+    scales = scale_bytes(KIND, DIM)
+    slot = slot.to(tl.int64)
+    page = (slot // RECORDS) * page_bytes
+    offset = slot % RECORDS
+    if KIND == 2:
+        return page + offset * codes, page + RECORDS * codes + offset * scales
+    else:
+        return page + offset * (codes + scales), page + offset * (codes + scales) + codes
+
+
+@device_function
+def store_record(
+    cache: tl.tensor,
+    slot: tl.tensor,
+    page_bytes: tl.tensor,
+    value: tl.tensor,
+    RECORDS: tl.constexpr,
+    KIND: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Encode one record.
+
+    Args:
+        cache: bytes of the pool.
+        slot: a valid slot.
+        page_bytes: from page to page.
+        value: [BLOCK] float32, 0 behind DIM.
+        RECORDS: records per page.
+        KIND: of the record.
+        DIM: values in a record.
+        BLOCK: a power of two that covers them.
+    """
+    code_place, scale_place = record_places(slot, page_bytes, RECORDS, KIND, DIM)
+    if KIND == 0:
+        place = tl.arange(0, BLOCK)
+        bits = value.to(tl.int32, bitcast=True)
+        for byte in tl.static_range(4):  # a view of a pool may start at any byte
+            tl.store(cache + code_place + place * 4 + byte, ((bits >> (8 * byte)) & 255).to(tl.uint8), mask=place < DIM)
+    else:
+        group: tl.constexpr = 16 if KIND == 3 else 32
+        groups: tl.constexpr = BLOCK // group
+        codes, scales = encode(tl.reshape(value, (groups, group)), KIND)
+        store_codes(cache + code_place, cache + scale_place, codes, scales, DIM, groups, KIND)
+
+
+@device_function
+def load_record(
+    cache: tl.tensor,
+    slot: tl.tensor,
+    page_bytes: tl.tensor,
+    place: tl.tensor,
+    mask: tl.tensor,
+    RECORDS: tl.constexpr,
+    KIND: tl.constexpr,
+    DIM: tl.constexpr,
+) -> tl.tensor:
+    """Values (float32) at the places `place` of the records at `slot`; 0 where `mask` is off.
+
+    Args:
+        cache: bytes of the pool.
+        slot: valid slots where the mask is on, of a shape that broadcasts with `place`.
+        page_bytes: from page to page.
+        place: indices of values.
+        mask: which are read.
+        RECORDS: records per page.
+        KIND: of the records.
+        DIM: values in a record.
+    """
+    code_place, scale_place = record_places(slot, page_bytes, RECORDS, KIND, DIM)
+    if KIND == 0:
+        at = cache + code_place + place * 4
+        bits = tl.load(at, mask=mask, other=0).to(tl.uint32)
+        bits |= tl.load(at + 1, mask=mask, other=0).to(tl.uint32) << 8
+        bits |= tl.load(at + 2, mask=mask, other=0).to(tl.uint32) << 16
+        bits |= tl.load(at + 3, mask=mask, other=0).to(tl.uint32) << 24
+        return bits.to(tl.float32, bitcast=True)
+    else:
+        return load_values(cache + code_place, cache + scale_place, place, mask, KIND)

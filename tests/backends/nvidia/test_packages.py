@@ -1,0 +1,87 @@
+"""The two packages: what they say where they cannot run, and what they register."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from deepinfer.backends.nvidia import probe as probe_module
+from deepinfer.ops.catalog import defined_ops
+from deepinfer.ops.errors import BackendUnavailableError
+from deepinfer.ops.proof import source_files
+from deepinfer.ops.registry import discover_backends, find_backend
+
+NAMES = ("cuda_sm90", "cuda_sm100")
+
+
+def _device(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] | None) -> None:
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "A GPU")
+    monkeypatch.setattr(probe_module, "find_spec", lambda name: object())
+
+
+@pytest.mark.parametrize(
+    ("name", "capability", "there"),
+    [
+        ("cuda_sm90", (9, 0), True),
+        ("cuda_sm90", (10, 0), False),
+        ("cuda_sm100", (10, 0), True),
+        ("cuda_sm100", (10, 3), True),
+        ("cuda_sm100", (12, 0), False),
+        ("cuda_sm100", (9, 0), False),
+    ],
+)
+def test_a_generation_serves_its_capabilities(
+    name: str, capability: tuple[int, int], there: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _device(monkeypatch, capability)
+    answer = discover_backends()[name].probe()
+    assert answer.available is there
+    if not there:
+        assert f"A GPU has compute capability {capability[0]}.{capability[1]}" in answer.reason
+
+
+def test_a_missing_device_torch_or_triton_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    probe = discover_backends()["cuda_sm90"].probe
+    _device(monkeypatch, None)
+    assert "torch sees no CUDA device" in probe().reason
+    monkeypatch.setattr(probe_module, "find_spec", lambda name: None)
+    assert "triton is not installed" in probe().reason
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert "built without CUDA" in probe().reason
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device is here")
+@pytest.mark.parametrize("name", NAMES)
+def test_without_a_device_the_reason_is_said(name: str) -> None:
+    with pytest.raises(BackendUnavailableError, match=f"backend '{name}' is installed but cannot run here"):
+        find_backend(name)
+
+
+def test_the_probe_imports_no_kernels() -> None:
+    program = (
+        "import sys; from deepinfer.ops.registry import discover_backends\n"
+        "[b.probe() for b in discover_backends().values()]\n"
+        "assert 'triton' not in sys.modules and 'deepinfer.backends.nvidia.norm' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_op_has_an_implementation_with_sources_of_its_own(name: str) -> None:
+    pytest.importorskip("triton")
+    backend = discover_backends()[name]
+    backend.load()
+    assert {i.op.name for i in backend.implementations} == set(defined_ops())
+    for implementation in backend.implementations:
+        assert implementation.name.startswith(f"{name}.")
+        files = source_files(implementation)
+        assert files[0].parent.name == name  # its proofs are kept there
+        missing = [pattern for pattern in implementation.sources if not list(files[0].parent.glob(pattern))]
+        assert not missing, f"{implementation.name}: no file is {missing}"
