@@ -16,7 +16,7 @@ import numpy as np
 from deepinfer.core.kv_blocks import KVBlockManager
 from deepinfer.core.step_buffers import Int32Array, StepBuffers
 
-BLOCK, PAGE, WINDOW, SLACK = 128, 32, 128, 12
+BLOCK, PAGE, WINDOW = 128, 32, 128
 RATIOS = (1, 2)
 NGRAM = 4
 
@@ -26,9 +26,7 @@ class NativeSteps:
 
     def __init__(self, num_seqs: int, context: int, steps: int) -> None:
         blocks_per_seq = -(-(context + steps + 1) // BLOCK)
-        self.kv = KVBlockManager(
-            num_seqs * blocks_per_seq, BLOCK, window_page=PAGE, window=WINDOW, max_rollback=SLACK, num_slots=num_seqs
-        )
+        self.kv = KVBlockManager(num_seqs * blocks_per_seq, BLOCK, window_page=PAGE, window=WINDOW, num_slots=num_seqs)
         tokens = np.arange(context, dtype=np.int32)
         self.seqs = np.array([self.kv.open(tokens) for _ in range(num_seqs)], dtype=np.int32)
         self.lens = np.full(num_seqs, context, dtype=np.int32)
@@ -48,7 +46,7 @@ class NativeSteps:
     def step(self, tokens: Int32Array) -> None:
         """Append one token to each sequence and do the bookkeeping of the step that computes it."""
         self.lens += 1
-        self._timed("append", lambda: self.kv.pool.append(self.seqs, tokens))
+        self._timed("append", lambda: self.kv.pool.append(self.seqs, self.ones, tokens))
         self._timed("reserve", lambda: self.kv.reserve_many(self.seqs, self.lens))
         self._timed("write", lambda: self.buffers.write(self.kv.pool, self.seqs, self.ones))
         self._timed("commit", lambda: self.kv.commit(self.seqs, self.lens))
@@ -65,8 +63,8 @@ class PythonSteps:
     def __init__(self, num_seqs: int, context: int, steps: int) -> None:
         blocks_per_seq = -(-(context + steps + 1) // BLOCK)
         self.free_blocks = list(range(num_seqs * blocks_per_seq, 0, -1))
-        self.free_pages = list(range(num_seqs * ((WINDOW + SLACK) // PAGE + 3), 0, -1))
-        self.first_page = [(context - WINDOW - SLACK + 1) // PAGE] * num_seqs
+        self.free_pages = list(range(num_seqs * (WINDOW // PAGE + 3), 0, -1))
+        self.first_page = [(context - WINDOW + 1) // PAGE] * num_seqs
         self.tokens = [list(range(context)) for _ in range(num_seqs)]
         self.blocks = [[self.free_blocks.pop() for _ in range(-(-context // BLOCK))] for _ in range(num_seqs)]
         held = -(-context // PAGE) - self.first_page[0]
@@ -76,7 +74,7 @@ class PythonSteps:
         self.slots = {ratio: np.zeros(num_seqs, np.int32) for ratio in RATIOS}
         self.history = np.zeros((num_seqs, NGRAM - 1), np.int32)
         self.block_tables = np.zeros((num_seqs, blocks_per_seq), np.int32)
-        self.window_tables = np.zeros((num_seqs, (WINDOW + SLACK) // PAGE + 3), np.int32)
+        self.window_tables = np.zeros((num_seqs, WINDOW // PAGE + 3), np.int32)
         self.cu_seqlens_q = np.zeros(num_seqs + 1, np.int32)
 
     def step(self, tokens: Int32Array) -> None:
@@ -104,7 +102,7 @@ class PythonSteps:
             self.block_tables[i, len(blocks) :] = 0
             self.window_tables[i, : len(pages)] = pages
             self.window_tables[i, len(pages) :] = 0
-            first_page = max(0, position + 1 - WINDOW - SLACK + 1) // PAGE
+            first_page = max(0, position + 1 - WINDOW + 1) // PAGE
             if first_page > self.first_page[i]:
                 self.free_pages += pages[: first_page - self.first_page[i]]
                 del pages[: first_page - self.first_page[i]]

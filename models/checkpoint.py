@@ -6,6 +6,7 @@ is read, and all faults are named at once. Which tensors a model wants, and what
 Source: the safetensors format (an 8-byte little-endian header length, a JSON header, then data).
 """
 
+import hashlib
 import json
 import mmap
 import sys
@@ -22,6 +23,8 @@ from deepinfer.ops.show import shown
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
+_NUM_SAMPLES = 16  # of a shard, spread evenly
+_SAMPLE_BYTES = 4096
 
 _MAX_HEADER_BYTES = 100_000_000  # the format's own bound
 _MAX_LISTED = 100
@@ -135,6 +138,23 @@ class Checkpoint:
     def num_bytes(self) -> int:
         """Bytes of all tensors."""
         return sum(tensor.num_bytes for tensor in self.tensors.values())
+
+    def fingerprint(self) -> str:
+        """Names these weights, in 32 hex digits: a hash of what tensors there are and of samples of their bytes.
+
+        Folders that hold the same weights in other shards have another one.
+        """
+        digest = hashlib.blake2b(digest_size=16)
+        for name, tensor in sorted(self.tensors.items()):
+            digest.update(f"{name} {tensor.dtype} {tensor.shape} {tensor.file} {tensor.start}\n".encode())
+        for file in sorted({tensor.file for tensor in self.tensors.values()}):
+            path = self.path / file
+            size = path.stat().st_size
+            with open(path, "rb") as shard:
+                for place in range(_NUM_SAMPLES):
+                    shard.seek(max(0, size - _SAMPLE_BYTES) * place // (_NUM_SAMPLES - 1))
+                    digest.update(shard.read(_SAMPLE_BYTES))
+        return digest.hexdigest()
 
     def __contains__(self, name: str) -> bool:
         return name in self.tensors

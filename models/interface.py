@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -140,6 +140,7 @@ class StepBatch:
             where no window reaches below it. Only for a model with `CacheSpec.replay`.
         decoder_rows: [n] int32 ascending, the rows that go on into the decoder layers, with `decoder_starts`; None for
             all. The others end behind the records that the first decoder layer stores for every token.
+        fetched: what `HostFetch.fetch` gave for these rows, by layer; None where the pass fetches by itself.
     """
 
     input_ids: Tensor
@@ -160,6 +161,7 @@ class StepBatch:
     max_seq_len: int
     decoder_starts: Tensor | None = None
     decoder_rows: Tensor | None = None
+    fetched: Mapping[int, Tensor] | None = None
 
 
 @dataclass(frozen=True)
@@ -172,6 +174,8 @@ class ModelInfo:
         max_position: positions the model knows.
         eos_token_ids: generation stops at any of them.
         facts: free-form facts for tables and logs.
+        fingerprint: names the weights: models of equal name and fingerprint store equal records; empty for a model
+            without weights.
     """
 
     name: str
@@ -179,6 +183,7 @@ class ModelInfo:
     max_position: int
     eos_token_ids: tuple[int, ...] = ()
     facts: Mapping[str, str] = field(default_factory=dict)
+    fingerprint: str = ""
 
 
 class Vocabulary(Protocol):
@@ -290,6 +295,28 @@ class Draft(Protocol):
         Raises:
             ValueError: `temperatures` has another length.
         """
+        ...
+
+
+class HostFetch(Protocol):
+    """What a pass reads from tables in the host's memory, apart from the pass, so that the pass can be captured."""
+
+    def look_up(self, batch: StepBatch) -> Tensor:
+        """Which entries the rows of a step need; device work alone, which a graph may hold."""
+        ...
+
+    def fetch(self, entries: Tensor) -> Mapping[int, Tensor]:
+        """Those entries on the device, for `StepBatch.fetched`; the host may wait for `entries`."""
+        ...
+
+
+@runtime_checkable
+class ReadsHostTables(Protocol):
+    """A model that may have tables in the host's memory."""
+
+    @property
+    def host_fetch(self) -> HostFetch | None:
+        """How they are read; None when all of them are on the device."""
         ...
 
 

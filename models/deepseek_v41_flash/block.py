@@ -83,12 +83,21 @@ class Block(Generic[C]):
         )
         self.engram = Engram(ops, config, weights.engram, numerics) if weights.engram is not None else None
 
-    def inject(self, h: Tensor, engram_rows: Tensor | None, step: C) -> Tensor:
-        """Streams [T, M, H] as they enter the layer to what its sublayers read: Engram's rows added, if it has any."""
+    def inject(self, h: Tensor, engram_rows: Tensor | None, step: C, fetched: Tensor | None = None) -> Tensor:
+        """Streams [T, M, H] as they enter the layer to what its sublayers read: Engram's values added, if it has any.
+
+        Args:
+            h: the streams.
+            engram_rows: [T, columns] int32 of its table; None for a layer without, or where they are fetched already.
+            step: of the rows.
+            fetched: what stands in those rows.
+        """
         step.observe(f"{self.name}.streams_in", h)
-        if self.engram is not None and engram_rows is not None:
-            h = self.engram(h, engram_rows)
-        return h
+        if self.engram is None:
+            return h
+        if fetched is None and engram_rows is not None:
+            fetched = self.engram.fetch(engram_rows)
+        return h if fetched is None else self.engram(h, fetched)
 
     def attention_input(self, h: Tensor, pre: Tensor) -> Rows:
         """What the attention reads of streams [T, M, H] and read weights [T, M]: [T, H] normed rows."""

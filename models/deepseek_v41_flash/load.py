@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -44,7 +45,7 @@ def load(path: Path, ops: OpTable, options: LoadOptions, vocabulary: Vocabulary)
         progress=options.progress,
     )
     numerics = Numerics(options.dtype, options.activation_rounding, options.kv_rounding)
-    return DeepseekV41Flash(
+    model = DeepseekV41Flash(
         config,
         weights,
         ops,
@@ -52,3 +53,5 @@ def load(path: Path, ops: OpTable, options: LoadOptions, vocabulary: Vocabulary)
         max_model_len=options.max_model_len or config.text.max_position_embeddings,
         engram=constants,
     )
+    model.info = replace(model.info, fingerprint=checkpoint.fingerprint())
+    return model

@@ -15,7 +15,7 @@ from deepinfer.models.deepseek_v41_flash.caches import cache_spec
 from deepinfer.models.deepseek_v41_flash.compressor import Compressor
 from deepinfer.models.deepseek_v41_flash.config import ModelConfig, TextConfig
 from deepinfer.models.deepseek_v41_flash.draft import DSparkDraft
-from deepinfer.models.deepseek_v41_flash.engram import EngramHash
+from deepinfer.models.deepseek_v41_flash.engram import EngramFetch, EngramHash
 from deepinfer.models.deepseek_v41_flash.engram_tables import EngramConstants
 from deepinfer.models.deepseek_v41_flash.linear import Linear, Norm, Numerics, place
 from deepinfer.models.deepseek_v41_flash.step import StepBuilder, StepContext
@@ -86,14 +86,23 @@ class DeepseekV41Flash:
         if weights.draft is not None:
             self.draft = DSparkDraft(ops, text, weights.draft, self._embed, self._head, tables[False], numerics)
 
+    @property
+    def host_fetch(self) -> EngramFetch | None:
+        """Reads Engram tables that are in the host's memory; None when none is."""
+        engrams = {i: layer.engram for i, layer in enumerate(self.layers) if layer.engram is not None}
+        if self._engram is None or not any(engram.is_on_host for engram in engrams.values()):
+            return None
+        return EngramFetch(self._engram, engrams)
+
     def forward(self, batch: StepBatch, caches: Caches, tap: Tap | None = None) -> Tensor:
         """Run one step; see `models.interface.Model.forward`."""
         step = self._build_step(batch, caches, tap)
         h, pre = self._expand(self._lookup(self._embed, batch.input_ids, self._dtype), self._streams)
-        engram_rows = self._engram(step) if self._engram is not None else {}
+        fetched = batch.fetched or {}
+        engram_rows = self._engram(step) if self._engram is not None and batch.fetched is None else {}
         features = []
         for i, layer in enumerate(self.layers):
-            h = layer.inject(h, engram_rows.get(i), step)
+            h = layer.inject(h, engram_rows.get(i), step, fetched.get(i))
             if i in self._targets:
                 features.append(self._mean(h))
             if i == self._first_decoder:

@@ -1,4 +1,4 @@
-"""What the CPU backend's kernels promise beyond the contracts; agreement with the references is the suite's to check."""
+"""What the CPU kernels promise beyond the contracts; agreement with the references is the suite's to check."""
 
 import math
 
