@@ -32,7 +32,7 @@ BACKEND = Backend(
     "cuda_sm90",
     device_type="cuda",
     probe=_probe,
-    op_modules=("deepinfer.backends.cuda_sm90.kernels",),
+    op_modules=("deepinfer.backends.cuda_sm90.kernels", "deepinfer.backends.cuda_sm90.sparse_attn"),
     runtime=_runtime,
     priority=20,
     emulation=_emulation,

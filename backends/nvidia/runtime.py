@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,11 +23,13 @@ class CudaRuntime(RuntimeDefaults):
     """The `Runtime` protocol over one CUDA device; torch's caching allocator owns its memory.
 
     Args:
-        index: which device; None for the current one.
+        index: which device; None for the one of `LOCAL_RANK`, which launchers set, else the current one.
     """
 
     def __init__(self, index: int | None = None) -> None:
-        index = torch.cuda.current_device() if index is None else index
+        if index is None:
+            local = os.environ.get("LOCAL_RANK")
+            index = torch.cuda.current_device() if local is None else int(local) % torch.cuda.device_count()
         self.device = torch.device("cuda", index)
         self.device_name = torch.cuda.get_device_name(index)
         self.driver_version = f"CUDA {torch.version.cuda}"

@@ -48,7 +48,7 @@ def _select(
     prefix = tl.zeros((), tl.uint32)  # the upper bits of the k-th value, as far as they are known
     wanted = k  # how many are still to come from below the bins that are certain
     for step in tl.static_range(4):
-        shift: tl.constexpr = 24 - 8 * step
+        shift = 24 - 8 * step
         counts = tl.zeros((256,), tl.int32)
         for first in range(0, length, CHUNK):
             column = first + tl.arange(0, CHUNK)

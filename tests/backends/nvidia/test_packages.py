@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 from deepinfer.backends.nvidia import probe as probe_module
+from deepinfer.ops import proof
 from deepinfer.ops.catalog import defined_ops
 from deepinfer.ops.errors import BackendUnavailableError
 from deepinfer.ops.proof import source_files
-from deepinfer.ops.registry import discover_backends, find_backend
+from deepinfer.ops.registry import discover_backends, find_backend, find_emulated
 
 NAMES = ("cuda_sm90", "cuda_sm100")
 
@@ -85,3 +88,23 @@ def test_every_op_has_an_implementation_with_sources_of_its_own(name: str) -> No
         assert files[0].parent.name == name  # its proofs are kept there
         missing = [pattern for pattern in implementation.sources if not list(files[0].parent.glob(pattern))]
         assert not missing, f"{implementation.name}: no file is {missing}"
+
+
+def test_a_backend_without_an_interpreter_has_no_emulated_form() -> None:
+    with pytest.raises(BackendUnavailableError, match="backend 'cpu' has no emulated form"):
+        find_emulated("cpu")
+    with pytest.raises(BackendUnavailableError, match="no backend named 'gpu'"):
+        find_emulated("gpu")
+
+
+def test_an_emulated_proof_does_not_replace_one_of_hardware(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = discover_backends()["cpu"]
+    backend.load()
+    implementation = backend.implementations[0]
+    key = f"{implementation.op.name}={implementation.name}"
+    written: dict[str, str] = {}
+    monkeypatch.setattr(proof, "_replace", lambda path, text: written.update(text=text))
+    known = {key: {"hash": proof.kernel_hash(implementation), "level": "hardware", "device": "a device"}}
+    monkeypatch.setattr(proof, "read_proofs", lambda implementation: known)
+    proof.write_proofs(backend, [implementation], "emulated", "an interpreter")
+    assert json.loads(written["text"])["kernels"][key]["level"] == "hardware"

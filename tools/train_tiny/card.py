@@ -1,0 +1,99 @@
+"""The model card of an exported checkpoint: what it was made of and how it does, measured numbers only."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from tools.train_tiny.corpus import natural_text
+from tools.train_tiny.settings import Plan
+from tools.train_tiny.store import WeightStore
+
+
+def model_card(
+    store: WeightStore, plan: Plan, step: int, file_bytes: int, shares: Mapping[str, float], report: str
+) -> str:
+    """Markdown.
+
+    Args:
+        store: the weights.
+        plan: they were trained by.
+        step: steps done.
+        file_bytes: size of the weight file.
+        shares: of held-out items answered right, by task.
+        report: line of the last step.
+    """
+    text = store.config.text
+    millions = sum(p.numel() for _, p in store.named()) / 1e6
+    sources = "\n".join(
+        f"- {source.name}: {source.licence}, {sum(map(len, source.paragraphs)):,} characters"
+        for source in natural_text()
+    )
+    rows = "\n".join(f"| {task} | {100 * share:.1f} % |" for task, share in shares.items()) or "| (none) | |"
+    state = "complete" if step >= plan.steps else f"unfinished: {step:,} of {plan.steps:,} steps"
+    return _CARD.format(
+        millions=millions,
+        megabytes=file_bytes / 1e6,
+        facts=_facts(text),
+        sources=sources,
+        state=state,
+        tokens=step * plan.tokens / 1e6,
+        seed=plan.seed,
+        index=plan.index_from,
+        draft=plan.draft_from,
+        sparse=plan.sparse_from,
+        weights=plan.weights_from,
+        report=report,
+        rows=rows,
+    )
+
+
+def _facts(text: Any) -> str:
+    return (
+        f"{text.num_layers} layers of width {text.hidden_size}, {text.num_attention_heads} heads of {text.head_dim}, "
+        f"window {text.sliding_window}; compress ratios {list(text.compress_ratios[: text.num_layers])}, KV sources "
+        f"{list(text.kv_source_layer_ids)}, index sources {list(text.index_source_layer_ids)} (top {text.index_topk}), "
+        f"candidate pool of layer {text.candidate_source_layer_id} with {text.candidate_topk_blocks} blocks of "
+        f"{text.candidate_block_size}; {text.n_routed_experts} experts, {text.num_experts_per_tok} of them per token, "
+        f"and a shared one; Engram on layers {list(text.engram_layer_ids)}; {text.num_nextn_predict_layers} draft "
+        f"blocks of {text.dspark_block_size} tokens; vocabulary {text.vocab_size}"
+    )
+
+
+_CARD = """\
+# deepinfer-tiny
+
+A DeepSeek-V4.1 of {millions:.1f} million parameters ({megabytes:.1f} MB) with every kind of layer, trained from nothing
+so that an engine's faults show as wrong answers. It does the short tasks it was trained on and nothing else; it is no
+assistant. It was not made by DeepSeek and holds none of their weights.
+
+{facts}.
+
+## Data
+
+Tasks made by rule (`deepinfer.entrypoints.eval_tasks`), in English and Chinese: copy, reverse, sort, add and compare
+numbers, look up a table, find a pass key in filler, extract JSON, call a tool, think before a sum. Every eighth word,
+name and number, by a hash of its spelling, decides answers in evaluation alone. Natural text:
+
+{sources}
+
+## Training
+
+State: {state}. {tokens:.0f} million tokens, seed {seed}, `python -m tools.train_tiny`. Caches were rounded to FP8
+and FP4 throughout; the indexer was trained from {index:.0%} of the steps on the attention's own distribution, the
+draft from {draft:.0%}; attention was sparse from {sparse:.0%}, weights rounded to FP8 and FP4 from {weights:.0%}.
+Last step: {report}
+
+## Accuracy on held-out items
+
+Answers whose every token is the best one, in the training program at the end of this run; `deepinfer eval` measures the
+exported checkpoint through the engine.
+
+| task | right |
+| --- | --- |
+{rows}
+
+## Licence
+
+Apache-2.0, as the rest of the repository.
+"""
