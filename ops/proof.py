@@ -103,7 +103,7 @@ def proof_level(implementation: Implementation) -> ProofLevel:
 
 
 def write_proofs(backend: Backend, proven: Iterable[Implementation], level: ProofLevel, device: str) -> list[Path]:
-    """Record kernels that passed; entries of kernels whose source has changed are dropped.
+    """Record kernels that passed; entries of kernels whose source has changed are dropped, better proofs are kept.
 
     Args:
         backend: whose kernels these are.
@@ -127,15 +127,21 @@ def write_proofs(backend: Backend, proven: Iterable[Implementation], level: Proo
             key = f"{implementation.op.name}={implementation.name}"
             own = kernel_hash(implementation)
             old = read_proofs(implementation).get(key)
-            if key in names:
+            before = old if isinstance(old, dict) and old.get("hash") == own else None
+            if key in names and not (before is not None and _above(before.get("level"), level)):
                 kernels[key] = {"hash": own, "level": level, "device": device}
-            elif isinstance(old, dict) and old.get("hash") == own:
-                kernels[key] = old
+            elif before is not None:
+                kernels[key] = before
         content = {"contract": API_VERSION, "kernels": dict(sorted(kernels.items()))}
         path = folder / PROOF_FILE
         _replace(path, json.dumps(content, indent=1) + "\n")
         written.append(path)
     return written
+
+
+def _above(old: Any, new: ProofLevel) -> bool:
+    """Whether an older proof of the same source says more than a new one."""
+    return old in LEVELS and LEVELS.index(old) > LEVELS.index(new)
 
 
 def cache_file() -> Path:

@@ -189,7 +189,7 @@ def _sheet(report: Report) -> str:
             r.implementation,
             f"{r.facts['us']:.1f} us",
             r.facts["rate"],
-            f"{r.facts['share']:.0%}",
+            f"{r.facts['share']:.0%}" if "share" in r.facts else "",
             r.facts["bound"],
         ]
         lines.append("<tr>" + "".join(f"<td>{escape(str(cell))}</td>" for cell in cells) + "</tr>")

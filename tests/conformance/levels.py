@@ -34,7 +34,7 @@ class Level:
 
 LEVELS: Mapping[int, Level] = {
     0: Level("loads", "deepinfer.conformance.levels:run_loads"),
-    1: Level("ops", "deepinfer.conformance.suite:run_ops"),
+    1: Level("ops", "deepinfer.conformance.drawn:run_level_one"),
     2: Level("one layer of each kind", "deepinfer.conformance.layers:run_layers"),
     3: Level("engine semantics", "deepinfer.conformance.engine_levels:run_semantics"),
     4: Level("determinism and sampling", "deepinfer.conformance.engine_levels:run_determinism"),

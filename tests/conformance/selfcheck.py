@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -79,24 +80,28 @@ def needs_real_cases(backend: Backend) -> bool:
 def prove(backend: Backend, results: list[CaseResult], level: ProofLevel, device: str) -> list[Path]:
     """Write `proof.json` for the implementations that passed every case they ran in a full run of level 1.
 
-    On an accelerator "hardware" also takes a case with the model's own shapes, of every kernel whose op has one; what
-    only met small shapes keeps its level and is verified on first use.
+    A case that is unsupported leaves a kernel unproven, but on a software device: that has no addresses of its own, so
+    one that is too small for far offsets has nothing to show there. On an accelerator "hardware" also takes a case with
+    the model's own shapes, of every kernel whose op has one; what only met small shapes keeps its level and is verified
+    on first use.
 
     Raises:
         OpArgumentError: "hardware" is asked for on an accelerator, and no kernel ran such a case; nothing is written.
     """
-    ran: dict[tuple[str, str], bool] = {}
+    passed = {"pass", "slow"}
+    allowed = passed | {"unsupported"} if backend.software else passed
+    ran: defaultdict[tuple[str, str], set[str]] = defaultdict(set)
     for result in results:
         if result.level == 1 and result.native:
-            key = (result.op, result.implementation)
-            ran[key] = ran.get(key, True) and result.status in ("pass", "slow")
-    proven = [i for i in backend.implementations if ran.get((i.op.name, i.name), False)]
+            ran[result.op, result.implementation].add(result.status)
+    sound = {key for key, statuses in ran.items() if statuses <= allowed and statuses & passed}
+    proven = [i for i in backend.implementations if (i.op.name, i.name) in sound]
     if level == "hardware" and needs_real_cases(backend):
         real = {op.name: {case.name for case in op.cases() if case.tag == "real"} for op in {i.op for i in proven}}
         met = {
             (r.op, r.implementation)
             for r in results
-            if r.level == 1 and r.case in real.get(r.op, ()) and r.status in ("pass", "slow")
+            if r.level == 1 and r.case in real.get(r.op, ()) and r.status in passed
         }
         if not met:
             raise OpArgumentError(

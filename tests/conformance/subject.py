@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from deepinfer.conformance.values import HUGE_BYTES, extent, place, transform, walk
-from deepinfer.ops.backend import Backend, BindContext, Dims, Implementation, Plan
+from deepinfer.ops.backend import Backend, BindContext, Dims, Implementation, Plan, PreparingPlan
 from deepinfer.ops.host import HostRuntime
 from deepinfer.ops.registry import OpTable
 from deepinfer.ops.runtime import Runtime
@@ -66,6 +66,7 @@ class Subject:
     def launch(self, args: Mapping[str, Any], *, poisoned: bool = True) -> tuple[Mapping[str, Any], Any]:
         """Start the op; `fetch` brings back its results."""
         there = args if self._on_host else {name: self.moved(value) for name, value in args.items()}
+        there = self.prepared(there)
         options = self.options(args)
         with poisoned_memory() if poisoned else plain_memory():
             returned = self.plan.run(*self.positional(there), **options)
@@ -88,7 +89,7 @@ class Subject:
         Raises:
             CaptureError: or what else the device raises where the plan allocates, waits or reads on the host.
         """
-        there = {name: self.moved(value) for name, value in args.items()}
+        there = self.prepared({name: self.moved(value) for name, value in args.items()})
         positional, options = self.positional(there), self.options(args)
         self.runtime.synchronize()
         replay = self.runtime.capture(lambda: self.plan.run(*positional, **options))
@@ -105,6 +106,14 @@ class Subject:
             for (_, mine), (_, theirs) in zip(walk(args[name]), walk(there[name]), strict=True):
                 mine.copy_(self.runtime.to_host(theirs))
         return transform(result, self.runtime.to_host)
+
+    def prepared(self, args: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Arguments on the device in the forms that the plan makes of weights, as a model passes them."""
+        if not isinstance(self.plan, PreparingPlan):
+            return args
+        return {
+            name: value if name in self.op.mutates else self.plan.prepare(name, value) for name, value in args.items()
+        }
 
     def positional(self, args: Mapping[str, Any]) -> tuple[Any, ...]:
         """Arguments in the order of the signature, defaults filled in."""

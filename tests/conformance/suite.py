@@ -119,7 +119,7 @@ def missing_claims(session: Session) -> list[str]:
 
 
 def run_ops(session: Session) -> None:
-    """Level 1: every case of every op."""
+    """Level 1, what the ops list: every case of every op."""
     for name, op in defined_ops().items():
         for case in op.cases():
             if not session.wants(name, case.name) or (case.tag == "real" and not session.real):

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from deepinfer.conformance.claims import Waiver, apply_waivers, read_waivers
+from deepinfer.conformance.drawn import CASE, drawable, search
 from deepinfer.conformance.levels import LEVELS, run_level
 from deepinfer.conformance.plugin import Choices, choices
 from deepinfer.conformance.results import BAD, CaseResult, Report
@@ -37,6 +38,10 @@ def pytest_generate_tests(metafunc: Any) -> None:
     if "op_case" in metafunc.fixturenames:
         cases = chosen_cases(asked)
         metafunc.parametrize("op_case", cases, ids=[f"{op.name}/{case.name}" for op, case in cases])
+    if "drawn_op" in metafunc.fixturenames:
+        session = Session(None, None, ops=asked.op)  # type: ignore[arg-type]
+        chosen = [op for name, op in defined_ops().items() if session.wants(name, CASE) and drawable(op)]
+        metafunc.parametrize("drawn_op", chosen if asked.level >= 1 else [], ids=lambda op: op.name)
     if "level" in metafunc.fixturenames:
         higher = [n for n in LEVELS if n != 1 and n <= asked.level] if asked.op == "*" else [0]
         metafunc.parametrize("level", higher, ids=[f"level {n}" for n in higher])
@@ -83,6 +88,12 @@ def settle(session: Session, results: list[CaseResult], waivers: list[Waiver]) -
 
 def test_case(session: Session, waivers: list[Waiver], op_case: Any) -> None:
     result = run_made(session, make_case(*op_case))
+    session.add(result)
+    settle(session, [result], waivers)
+
+
+def test_drawn_sizes(session: Session, waivers: list[Waiver], drawn_op: Any) -> None:
+    result = search(session, drawn_op)
     session.add(result)
     settle(session, [result], waivers)
 

@@ -7,13 +7,15 @@ from deepinfer.conformance.batches import batch_of
 from deepinfer.conformance.claims import must_pass
 from deepinfer.conformance.determinism import MAX_ROWS
 from deepinfer.conformance.fault_levels import run_faults
+from deepinfer.conformance.performance import run_performance
 from deepinfer.conformance.results import CaseResult
 from deepinfer.conformance.runner import make_case, run_case
 from deepinfer.conformance.subject import resolve
-from deepinfer.conformance.suite import Session, missing_claims
+from deepinfer.conformance.suite import Session, missing_claims, open_session
 from deepinfer.ops.backend import Availability, Backend
 from deepinfer.ops.catalog import defined_ops
 from deepinfer.ops.host import HostRuntime
+from deepinfer.ops.registry import find_backend
 
 EMPTY = Backend("empty", "cpu", probe=lambda: Availability(True))
 PROMISED = [name for name, op in defined_ops().items() if op.determinism != "D0"]
@@ -70,9 +72,16 @@ def test_a_device_without_faults_to_inject_is_not_asked_for_them() -> None:
 
 
 def test_the_fake_device_fails_when_it_is_told_to_and_the_engine_goes_on() -> None:
-    from deepinfer.conformance.suite import open_session
-    from deepinfer.ops.registry import find_backend
-
     session = open_session(find_backend("fake"), level=5, ops="engine")
     run_faults(session)
     assert [r.status for r in session.results] == ["pass", "pass", "pass"], [r.detail for r in session.results]
+
+
+@pytest.mark.parametrize(("name", "has_roof"), [("cpu", True), ("fake", False)])
+def test_the_performance_sheet_has_a_share_where_torch_knows_the_roof(name, has_roof) -> None:
+    session = open_session(find_backend(name), level=6, ops="rms_norm")
+    run_performance(session)
+    assert session.results and {r.status for r in session.results} == {"pass"}
+    for result in session.results:
+        assert result.facts["us"] > 0 and result.facts["rate"].endswith("B/s")
+        assert ("share" in result.facts) == ("measured roof" in result.detail) == has_roof

@@ -160,6 +160,26 @@ def test_hardware_on_an_accelerator_takes_the_models_own_shapes(monkeypatch) -> 
         prove("npu", *small, other)
 
 
+@pytest.mark.parametrize(("software", "proven"), [(True, {"rms_norm"}), (False, set())])
+def test_a_case_that_a_device_is_too_small_for_proves_nothing_unless_there_is_no_hardware(
+    monkeypatch, software, proven
+) -> None:
+    from deepinfer.conformance import selfcheck
+    from deepinfer.conformance.results import CaseResult
+    from deepinfer.ops.step import shift
+
+    written = []
+    monkeypatch.setattr(selfcheck, "write_proofs", lambda backend, proven, *rest: written.append(list(proven)))
+    backend = Backend("acme", "cpu", probe=lambda: Availability(True), software=software)
+    backend.implements(rms_norm)(good)
+    backend.implements(shift)(shift.reference)
+    rows = [("rms_norm", "near", "pass"), ("rms_norm", "far", "unsupported"), ("shift", "far", "unsupported")]
+    names = {"rms_norm": "acme.good", "shift": "acme.shift"}
+    results = [CaseResult(1, op, case, names[op], True, status) for op, case, status in rows]
+    selfcheck.prove(backend, results, "hardware", "device")
+    assert {i.op.name for i in written.pop()} == proven
+
+
 def test_an_edited_kernel_falls_to_compiled(tmp_path, monkeypatch) -> None:
     source = tmp_path / "kernels" / "acme_norm.py"
     source.parent.mkdir()
