@@ -17,7 +17,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -299,8 +299,11 @@ def main() -> None:
             if work.op is None:
                 run, who = work.run, work.name
             else:
-                run = table.bind(work.op, **static_dims(work.op.dims, work.calls[0]))
-                who = run.implementation
+                bound = table.bind(work.op, **static_dims(work.op.dims, work.calls[0]))
+                run, who = bound, bound.implementation
+                work = replace(
+                    work, calls=[{name: bound.prepare(name, v) for name, v in call.items()} for call in work.calls]
+                )
             assert run is not None, "an op, or a peer to run"
             try:
                 us = time_work(runtime, work, run)

@@ -92,6 +92,49 @@ def add_verified(
         ValueError: as `forecast_drafts`; `sums` is untouched.
     """
 
+def enter_block(
+    newest: NDArray[np.float32],
+    recent: NDArray[np.float32],
+    older: NDArray[np.float32],
+    habit: NDArray[np.float32],
+    usual: NDArray[np.float32],
+    seqs: _Int32Array,
+    confidences: NDArray[np.float32],
+    habit_weight: float,
+    usual_weight: float,
+) -> None:
+    """Enter a block of confidences for each handle into what is remembered of them; see `ConfidenceBook`.
+
+    Args:
+        newest: [S, D] float32, as are `recent`, `older` and `habit`, a row for each handle.
+        recent: what was recent goes to `older`.
+        older: see there.
+        habit: moves towards the block.
+        usual: [D] float32, moves towards the mean of all blocks.
+        seqs: [R] int32, rows of those, each once.
+        confidences: [R, D or more] float32; limited to 0 to 1, and NaN is 0.
+        habit_weight: of the block.
+        usual_weight: of the mean.
+
+    Raises:
+        ValueError: an array has another shape or dtype, or a handle has no row; nothing is changed.
+    """
+
+def add_reliability(
+    confidences: NDArray[np.float32], verified: _Int32Array, accepted: _Int32Array, sums: NDArray[np.float64]
+) -> None:
+    """Add drafts whose predecessors were all kept to sums by how sure they were.
+
+    Args:
+        confidences: [R, D] float32, of each draft on its own.
+        verified: [R] int32, drafts that were verified.
+        accepted: [R] int32, how many of them were kept.
+        sums: [3, B] float64, by bins of equal width from 0 to 1: drafts, those that were kept, their confidences.
+
+    Raises:
+        ValueError: an array has another shape or dtype; `sums` is untouched.
+    """
+
 def rank_drafts(
     gains: NDArray[np.float32], contexts: _Int32Array, row_price: float, context_price: float
 ) -> _Int32Array:

@@ -20,12 +20,13 @@ import torch
 
 from deepinfer.core.confidence import Float32Array
 from deepinfer.core.errors import RequestError, as_request_error
+from deepinfer.core.grammar.shaper import accept_each
 from deepinfer.core.kv_blocks import KVBlockManager
+from deepinfer.core.launched_step import LaunchedStep
 from deepinfer.core.output_recorder import OutputRecorder
 from deepinfer.core.outputs import RequestOutput
 from deepinfer.core.request import Request
 from deepinfer.core.request_table import BoolArray, RequestTable
-from deepinfer.core.runner import LaunchedStep
 from deepinfer.core.sampler import Sampler, TokenLogprobs
 from deepinfer.core.speculation import Drafting
 from deepinfer.core.stats import EngineStats
@@ -106,6 +107,8 @@ class StepCollector:
         self._table = table
         self._stats = stats
         self._vocab_size = vocab_size
+        self._outputs_of: list[Request] = []
+        self._outputs: list[RequestOutput] = []
         self.num_draft_waits = 0
         """Steps whose drafts were brought to the host."""
 
@@ -196,13 +199,36 @@ class StepCollector:
                 kept[place] = self._record(request, emitted, rows, draws.logprob_rows.get(place, -1))
             if request.completion.finish_reason is not None:
                 collected.ended.append(request)
+        self._accept_by_forms(requests, draws, draws.current & ~alone, kept, collected)
         self._stats.num_generated_tokens += int(kept.sum())
         table.num_tokens[draws.slots] += kept
         entries = np.arange(len(draws.tokens), dtype=np.int32)
         is_kept = entries < np.repeat(draws.starts + kept, draws.widths)
         self._blocks.pool.append(draws.slots[draws.current], kept[draws.current], draws.tokens[is_kept])
-        touched = requests if draws.current.all() else [requests[p] for p in np.flatnonzero(draws.current).tolist()]
-        collected.outputs = [request.output for request in touched]
+        if not draws.current.all():
+            collected.outputs = [requests[place].output for place in np.flatnonzero(draws.current).tolist()]
+            return
+        if requests is not self._outputs_of:  # in most steps the same requests draw
+            self._outputs_of, self._outputs = requests, [request.output for request in requests]
+        collected.outputs = self._outputs.copy()
+        if collected.ended:
+            self._outputs_of, self._outputs = [], []  # nothing is held of who has ended
+
+    def _accept_by_forms(
+        self, requests: list[Request], draws: _Draws, together: BoolArray, kept: Int32Array, collected: Collected
+    ) -> None:
+        """Tell forms of the tokens of those requests that nobody else has told of theirs, one token each at a time."""
+        places = np.flatnonzero(self._table.follows_form[draws.slots] & together)
+        for count in range(int(draws.emitted[places].max(initial=0))):
+            places = places[draws.emitted[places] > count]
+            some = places.tolist()
+            forms = [form for place in some if (form := requests[place].grammar) is not None]
+            faults = accept_each(forms, draws.tokens[draws.starts[places] + count].tolist())
+            for index, fault in faults.items():
+                self._recorder.fail(requests[some[index]], fault)
+                kept[some[index]] = count + 1
+                collected.ended.append(requests[some[index]])
+            places = np.delete(places, list(faults))
 
     def _needs_recorder(self, draws: _Draws) -> BoolArray:
         """[R]: whether a request wants more than ids, or something that it emitted may end it."""
@@ -264,6 +290,11 @@ class StepCollector:
                 self._blocks.quarantine(request.seq)
             if request.completion.finish_reason is not None:
                 break
+        form = request.grammar
+        if form is not None and form.is_open and not self._table.follows_form[request.seq]:  # it may hold since now
+            self._table.note_form(request)
+            if not self._table.is_recorded_by_token[request.seq]:
+                request.take_ids_from(self._blocks)
         return len(request.completion.token_ids) - before
 
     def _accept(self, request: Request, token: int) -> None:

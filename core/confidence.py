@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from deepinfer.core._native import add_verified, forecast_drafts
+from deepinfer.core._native import add_verified, enter_block, forecast_drafts
 from deepinfer.core.step_buffers import Int32Array
 
 Float32Array = NDArray[np.float32]
@@ -124,13 +124,17 @@ class ConfidenceBook:
 
         What is not a number says nothing good about a draft: it counts as 0.
         """
-        if len(seqs) == 0:
-            return
-        found = np.nan_to_num(confidences[:, : self.newest.shape[1]], nan=0.0).clip(0.0, 1.0)
-        self.older[seqs] = self.recent[seqs]
-        self.newest[seqs] = self.recent[seqs] = found
-        self._habit[seqs] += np.float32(_HABIT) * (found - self._habit[seqs])
-        self._usual += np.float32(_CROWD) * (found.mean(0) - self._usual)
+        enter_block(
+            self.newest,
+            self.recent,
+            self.older,
+            self._habit,
+            self._usual,
+            seqs,
+            np.ascontiguousarray(confidences, np.float32),
+            habit_weight=_HABIT,
+            usual_weight=_CROWD,
+        )
         self._on_way[seqs] -= 1
 
     def are_current(self, seqs: Int32Array) -> BoolArray:

@@ -6,53 +6,39 @@ does wrong becomes its own error; others go on.
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 
-import numpy as np
-import torch
-
-from deepinfer.core.cache_sizes import CacheSizes, reuses_prefixes
-from deepinfer.core.caches import CacheStore
 from deepinfer.core.collector import StepCollector
 from deepinfer.core.config import EngineConfig
-from deepinfer.core.errors import ConfigError, KVTransferError, RequestError
-from deepinfer.core.executor import Executor, StepLimits
+from deepinfer.core.engine_parts import build_parts
+from deepinfer.core.errors import KVTransferError, RequestError
 from deepinfer.core.features import check_features, check_prompt_options
-from deepinfer.core.grammar.compiler import GrammarJob
 from deepinfer.core.grammar.service import GrammarService
-from deepinfer.core.grammar.source import GrammarSource, ToolGrammar
+from deepinfer.core.grammar.source import ToolGrammar
 from deepinfer.core.grammar.spec import StructuredOutput
-from deepinfer.core.kv_blocks import KVBlockManager, prefix_salt
+from deepinfer.core.kv_blocks import prefix_salt
 from deepinfer.core.kv_bundle import KVBundle
-from deepinfer.core.kv_transfer import KVTransfer
+from deepinfer.core.kv_transfer import read_token_ids
+from deepinfer.core.launched_step import LaunchedStep
 from deepinfer.core.output_recorder import OutputRecorder
 from deepinfer.core.outputs import RequestOutput
-from deepinfer.core.replay import Replay, ReplayMode
+from deepinfer.core.replay import ReplayMode
 from deepinfer.core.request import Request
-from deepinfer.core.request_table import RequestTable
-from deepinfer.core.runner import Drawn, LaunchedStep, StepRunner
-from deepinfer.core.sampler import Sampler, derive_seed
+from deepinfer.core.request_endings import RequestEndings
+from deepinfer.core.request_intake import RequestIntake
+from deepinfer.core.sampler import derive_seed
 from deepinfer.core.sampling_params import SamplingParams
-from deepinfer.core.scheduler import Scheduler, StepPlan
-from deepinfer.core.shapers import FixedShape, ShapingContext, make_shaper
-from deepinfer.core.speculation import Drafting, DraftSchedule, SpeculationStats
+from deepinfer.core.speculation import SpeculationStats
 from deepinfer.core.stats import EngineStats
-from deepinfer.core.step_buffers import Int32Array
 from deepinfer.core.step_cost import CycleCost
-from deepinfer.core.step_graphs import make_graphs
+from deepinfer.core.step_launcher import StepLauncher
 from deepinfer.core.tokenizer import Tokenizer
 from deepinfer.models.interface import Model
-from deepinfer.ops.kv import copy_blocks
 from deepinfer.ops.outputs import StepArenas
 from deepinfer.ops.registry import OpTable
-
-_LOG = logging.getLogger(__name__)
-_COMPILE_WAIT_SECONDS = 0.05
-"""How long a step with nothing to run waits for a grammar: short, so that an abort is heeded soon."""
 
 
 class Engine:
@@ -84,99 +70,32 @@ class Engine:
         self.config = config
         self._ops = ops
         self._runtime = ops.context.runtime
-        spec = model.cache_spec
-        self._replay = Replay(config, model.info, spec.replay)
-        max_len = config.max_model_len or model.info.max_position
-        if max_len > model.info.max_position:
-            raise ConfigError(f"max_model_len {max_len} exceeds the model's {model.info.max_position} positions")
-        max_rows = config.max_num_batched_tokens
-        self._reuses = reuses_prefixes(spec, config)
-        sizes = CacheSizes.of(
-            spec,
-            config,
-            self._runtime,
-            max_len=max_len,
-            num_drafts=self._block_of_drafts(),
-            most_replayed=self._replay.most_replayed,
-            scratch_bytes=self._draft_scratch_bytes(min(config.max_num_seqs, max_rows)),
-        )
-        num_blocks, num_seqs, lookahead = sizes.num_blocks, sizes.num_slots, sizes.lookahead
-        self.blocks = KVBlockManager(
-            num_blocks,
-            config.block_size,
-            num_window_pages=sizes.num_window_pages,
-            window_page=config.window_page,
-            window=spec.window,
-            num_slots=num_seqs,
-            prefix_caching=self._reuses,
-            max_replay=self._replay.most_replayed,
-        )
-        self.max_len = min(max_len, num_blocks * config.block_size)
-        caches = CacheStore(
-            spec,
-            self._runtime,
-            num_blocks=num_blocks,
-            block_size=config.block_size,
-            num_window_pages=sizes.num_window_pages,
-            window_page=config.window_page,
-            num_slots=num_seqs,
-            max_rollback=lookahead,
-        )
-        limits = StepLimits(max_rows, num_seqs, self.max_len, lookahead)
-        self._transfer = KVTransfer(self.blocks, caches, ops, model.info, config)
-        self.executor = Executor(model, caches, self.blocks, self._runtime, limits)
-        rows_with_logits = max(1, min(512, (1 << 26) // model.info.vocab_size))
-        self._table = RequestTable(num_seqs, model.info.vocab_size, model.info.eos_token_ids)
-        self.scheduler = Scheduler(self.blocks, self._table, num_seqs, max_rows, rows_with_logits)
-        self.sampler = Sampler(ops, num_slots=num_seqs)
-        self._drafting = self._make_drafting(caches, num_seqs)
-        self._runner = StepRunner(self.executor, self.sampler, ops, self._drafting, self._replay, self._table)
-        asynchronous = config.async_scheduling
-        self.is_async = self._runtime.capabilities.asynchronous if asynchronous is None else asynchronous
-        ops.bind(copy_blocks)  # bound at the first copy otherwise; the table has to be complete here
-        sync_reason = ""
-        if self.is_async and ops.through_host:
-            few = ", ".join(ops.through_host[:6]) + (", ..." if len(ops.through_host) > 6 else "")
-            sync_reason = f"{len(ops.through_host)} ops run on references, for which the host waits in a step: {few}"
-            _LOG.warning("steps are not asynchronous on backend %s: %s", ops.backend.name, sync_reason)
-            self.is_async = False
-        self._runner.graphs, graph_reason = make_graphs(
-            config, ops, self.executor, self.sampler, self._drafting, self._table, limits
-        )
-        if self._drafting is not None:
-            self._drafting.cost.overlaps = self.is_async and self._runtime.capabilities.asynchronous
+        parts = build_parts(model, config, ops)
+        self.blocks, self.max_len, self.executor = parts.blocks, parts.max_len, parts.executor
+        self.scheduler, self.sampler, self.is_async = parts.scheduler, parts.sampler, parts.is_async
+        self._replay, self._reuses, self._transfer = parts.replay, parts.reuses, parts.transfer
+        self._drafting, self._runner = parts.drafting, parts.runner
         self._guards_launch = self.is_async and config.sync_guard
         self._permitted_before = self._runtime.sync_guard.permitted.copy()
         self._arenas = StepArenas(self._runtime)
         self._in_flight: LaunchedStep | None = None
-        self._drawn: Drawn | None = None
-        self._drew: Int32Array = np.zeros(0, np.int32)
         self._recorder = OutputRecorder(model.info.eos_token_ids, tokenizer)
-        self._shaping = ShapingContext(model.info.vocab_size, model.info.eos_token_ids, tokenizer)
-        self._grammars, self._owns_grammars = grammars, grammars is None
-        if grammars is None and tokenizer is not None:
-            self._grammars = GrammarService(
-                tokenizer,
-                model.info.vocab_size,
-                model.info.eos_token_ids,
-                num_workers=config.grammar_workers,
-                timeout=config.grammar_timeout,
-                cache_bytes=config.grammar_cache_bytes,
-                tool_grammar=tool_grammar,
-            )
-        self._compiling: dict[str, GrammarJob] = {}
-        self._requests: dict[str, list[Request]] = {}
-        self._ended: list[RequestOutput] = []
+        self._intake = RequestIntake(parts, model.info, config, self._recorder, tokenizer, grammars, tool_grammar)
+        self._requests = self._intake.requests
         self._ordinal = 0
-        self._stats = EngineStats(num_blocks=num_blocks, is_async=self.is_async, sync_reason=sync_reason)
-        self._stats.graph_reason = graph_reason
+        self._stats = EngineStats(
+            num_blocks=self.blocks.pool.num_blocks, is_async=self.is_async, sync_reason=parts.sync_reason
+        )
+        self._stats.graph_reason = parts.graph_reason
+        self._endings = RequestEndings(self._intake, self.scheduler, self.blocks, self._recorder, self._stats)
+        self._launcher = StepLauncher(parts, ops, self._arenas, self._stats)
         self._collector = StepCollector(
             self._runtime,
             self.sampler,
             self._recorder,
             self.blocks,
             self._drafting,
-            self._table,
+            parts.table,
             self._stats,
             model.info.vocab_size,
         )
@@ -224,7 +143,7 @@ class Engine:
         if request_id in self._requests:
             raise RequestError("duplicate_request_id", f"a request with id {request_id!r} is live; choose another id")
         ids = [int(t) for t in prompt_token_ids]
-        self._check_prompt(ids)
+        self._intake.check_prompt(ids)
         params.validate(self.model.info.vocab_size)
         check_features(params, has_tokenizer=self._recorder.has_tokenizer)
         if return_logits and params.n > 1:
@@ -240,7 +159,7 @@ class Engine:
         request.use_prefix = use_prefix and self._reuses and request.num_prompt_rows_wanted == 0
         request.prefix_salt = salt
         self._replay.begin(request, replay, keep_tokens)
-        self._queue(request)
+        self._intake.queue(request)
         return request.output
 
     def step(self) -> list[RequestOutput]:
@@ -261,14 +180,18 @@ class Engine:
                 self._arenas.clear()
             return changed
         except Exception as error:
-            self._fail_live(error)
+            self._in_flight = None
+            self._launcher.forget()
+            self._endings.fail_live(error)
             raise
 
     def _step(self) -> list[RequestOutput]:
         changed: list[RequestOutput] = []
         start = time.perf_counter()
-        if self._compiling:
-            self._admit_compiled()
+        if self._intake.num_compiling:
+            is_idle = not (self.scheduler.has_work or self._in_flight is not None or self._endings.results)
+            for choices in self._intake.admit_compiled(waits=is_idle):
+                self._endings.end_all(choices)
         with self._runtime.sync_guard.forbid("the launch of a step") if self._guards_launch else nullcontext():
             launched = self._launch()
         if self.is_async:
@@ -286,24 +209,18 @@ class Engine:
                     cycle=time.perf_counter() - start,
                     waited=finished.waited,
                 )
-        ended, self._ended = self._ended, []
+        ended = self._endings.take_results()
         if not ended:
             return changed
         return list({id(output): output for output in ended + changed}.values())
 
-    def _fail_live(self, error: Exception) -> None:
-        """End all live requests after a step that failed half-way: nothing it planned or stored is to be trusted."""
-        self._in_flight, self._drawn = None, None
-        self.scheduler.drop_copies()
-        what = f"{type(error).__name__}: {error}"
-        fault = RequestError("engine_error", f"a step failed and took this request with it: {what}")
-        for choices in list(self._requests.values()):
-            for request in choices:
-                if request.seq:
-                    self.blocks.quarantine(request.seq)
-                if request.completion.finish_reason is None:
-                    self._recorder.fail(request, fault)
-            self._end_all(choices)
+    def prepare_form(self, spec: StructuredOutput) -> None:
+        """Do now, in any thread, what queueing a request of this form would spend time on; it is kept.
+
+        Raises:
+            RequestError: the form cannot be had.
+        """
+        self._intake.prepare_form(spec)
 
     def export_blocks(self, source: str | Sequence[int], *, cache_salt: str | None = None) -> KVBundle:
         """Copy what is stored of a prefix to the host, for another engine of the same model and settings.
@@ -319,7 +236,7 @@ class Engine:
             KVTransferError: no such request is live, or nothing is stored that could be continued.
         """
         if not isinstance(source, str):
-            return self._transfer.export(np.array(source, dtype=np.int32), prefix_salt(cache_salt))
+            return self._transfer.export(read_token_ids(source), prefix_salt(cache_salt))
         choices = self._requests.get(source)
         if choices is None:
             raise KVTransferError(f"no request {source!r} is live; export a finished one by its token ids")
@@ -341,7 +258,9 @@ class Engine:
 
     def has_unfinished(self) -> bool:
         """Requests are live, or results have not been fetched yet."""
-        return self.scheduler.has_work or bool(self._ended or self._compiling) or self._in_flight is not None
+        return self.scheduler.has_work or bool(
+            self._endings.results or self._intake.num_compiling or self._in_flight is not None
+        )
 
     def abort(self, request_id: str) -> bool:
         """End a request now and free what it holds; its result comes with the next step.
@@ -352,9 +271,7 @@ class Engine:
         choices = self._requests.get(request_id)
         if choices is None:
             return False
-        for request in choices:
-            self._recorder.finish(request, "abort")
-        self._end_all(choices)
+        self._endings.finish_all(choices, "abort")
         return True
 
     @property
@@ -371,7 +288,7 @@ class Engine:
         """Counters so far."""
         self._stats.num_running = len(self.scheduler.running)
         self._stats.num_waiting = len(self.scheduler.waiting)
-        self._stats.num_compiling = len(self._compiling)
+        self._stats.num_compiling = self._intake.num_compiling
         self._stats.num_preemptions = self.scheduler.num_preemptions
         self._stats.num_free_blocks = self.blocks.num_free_blocks
         self._stats.num_host_waits = self._collector.num_draft_waits + self._runner.shaping.num_host_waits
@@ -396,232 +313,17 @@ class Engine:
         """Abort what is left; the engine takes no more requests."""
         for request_id in list(self._requests):
             self.abort(request_id)
-        self._in_flight, self._drawn = None, None
-        if self._owns_grammars and self._grammars is not None:
-            self._grammars.close()
+        self._in_flight = None
+        self._launcher.forget()
+        self._intake.close()
         self._runtime.synchronize()
 
-    def _block_of_drafts(self) -> int:
-        """Most drafts of a step; 0 without speculation.
-
-        Raises:
-            ConfigError: speculation is asked for, and the model has no draft.
-        """
-        if self.config.speculation == "off":
-            return 0
-        draft = self.model.draft
-        if draft is None:
-            raise ConfigError(
-                f"speculation={self.config.speculation!r} needs a draft, and {self.model.info.name} has none loaded"
-            )
-        return min(self.config.num_drafts or draft.num_tokens, draft.num_tokens)
-
-    def _make_drafting(self, caches: CacheStore, num_seqs: int) -> Drafting | None:
-        num_drafts = self._block_of_drafts()
-        if num_drafts == 0 or self.model.draft is None:
-            return None
-        return Drafting(
-            self.model.draft,
-            caches,
-            self.sampler,
-            self._ops,
-            schedule=DraftSchedule(
-                num_drafts,
-                adaptive=self.config.draft_schedule == "adaptive",
-                rejection=self.config.speculation == "rejection",
-                temperatures=self._confidence_temperatures(self.model.draft.num_tokens),
-            ),
-            table=self._table,
-            max_seqs=num_seqs,
-            max_rows=self.config.max_num_batched_tokens,
-        )
-
-    def _confidence_temperatures(self, num_tokens: int) -> tuple[float, ...]:
-        """One for each draft of a block, or none where all are 1.
-
-        Raises:
-            ConfigError: there are neither one nor as many as drafts.
-        """
-        given = self.config.confidence_temperature
-        if len(given) not in (1, num_tokens):
-            raise ConfigError(
-                f"confidence_temperature has {len(given)} values; a draft of {num_tokens} tokens takes 1 or as many"
-            )
-        return () if set(given) == {1.0} else given * (num_tokens // len(given))
-
-    def _draft_scratch_bytes(self, num_seqs: int) -> int:
-        """Device memory that drafting for so many sequences takes, learnt by taking it once."""
-        if self._block_of_drafts() == 0 or self.model.draft is None:
-            return 0
-        return self.model.draft.new_scratch(num_seqs).data.nbytes
-
-    def _check_prompt(self, ids: list[int]) -> None:
-        vocab = self.model.info.vocab_size
-        if not ids:
-            raise RequestError("empty_prompt", "the prompt has no token; give at least one")
-        if len(ids) > self.max_len:
-            raise RequestError(
-                "prompt_too_long",
-                f"the prompt has {len(ids)} tokens; this engine takes {self.max_len} "
-                f"(max_model_len and the KV cache of {self.blocks.pool.num_blocks} blocks of {self.config.block_size})",
-            )
-        low, high = min(ids), max(ids)
-        if low < 0 or high >= vocab:
-            bad = low if low < 0 else high
-            raise RequestError(
-                "token_out_of_range", f"prompt_token_ids[{ids.index(bad)}] is {bad}; ids run from 0 to {vocab - 1}"
-            )
-
-    def _queue(self, request: Request) -> None:
-        """Take a checked request, all its choices at once; it is scheduled when it needs no grammar any more."""
-        params = request.params
-        choices = [request, *(request.new_sibling(choice) for choice in range(1, params.n))]
-        source = self._constrain(choices) if params.structured_output is not None else None
-        for choice in choices:
-            others = () if choice.grammar is None else (choice.grammar,)
-            choice.shaper = make_shaper(params, request.prompt_token_ids, self._shaping, *others)
-            choice.waits = choice.shaper is not None and not isinstance(choice.shaper, FixedShape)
-            self._recorder.start(choice)
-        self._requests[request.request_id] = choices
-        if source is None:
-            self._schedule(choices)
-        else:
-            assert self._grammars is not None and params.structured_output is not None, "there is a source"
-            self._compiling[request.request_id] = self._grammars.submit(params.structured_output, source)
-
-    def prepare_form(self, spec: StructuredOutput) -> None:
-        """Do now, in any thread, what queueing a request of this form would spend time on; it is kept.
-
-        Raises:
-            RequestError: the form cannot be had.
-        """
-        if self._grammars is not None:
-            self._grammars.source(spec)
-
-    def _constrain(self, choices: list[Request]) -> GrammarSource:
-        """Give all choices of a request that must have a form what holds them to it.
-
-        Raises:
-            RequestError: the form cannot be had.
-        """
-        spec, params = choices[0].params.structured_output, choices[0].params
-        assert spec is not None and self._grammars is not None, "checked by core.features"
-        source = self._grammars.source(spec)
-        for choice in choices:
-            choice.grammar = self._grammars.shaper(
-                spec,
-                self._runner.shaping.grammar,
-                choice.prompt_token_ids,
-                stop_token_ids=params.stop_token_ids,
-                min_tokens=params.min_tokens,
-            )
-        return source
-
-    def _admit_compiled(self) -> None:
-        """Queue the requests whose grammars are there; with nothing else to do, wait a little for one."""
-        assert self._grammars is not None, "something compiles"
-        if not (self.scheduler.has_work or self._in_flight is not None or self._ended):
-            self._grammars.compiler.wait(list(self._compiling.values()), _COMPILE_WAIT_SECONDS)
-        for request_id, job in [item for item in self._compiling.items() if item[1].is_done]:
-            choices = self._requests[request_id]
-            if job.grammar is None:
-                for choice in choices:
-                    assert job.error is not None, "a job that is done has one or the other"
-                    self._recorder.fail(choice, job.error)
-                self._end_all(choices)
-                continue
-            del self._compiling[request_id]
-            for choice in choices:
-                assert choice.grammar is not None, "given when the request was queued"
-                choice.grammar.start(job.grammar)
-            self._schedule(choices)
-
-    def _schedule(self, choices: list[Request]) -> None:
-        """Queue the choices of a request, those but the first behind its prompt."""
-        request = choices[0]
-        if len(request.prompt_token_ids) > 1:
-            request.siblings = choices[1:]
-            choices = choices[:1]
-        for choice in choices:
-            self.scheduler.add(choice)
-
     def _launch(self) -> LaunchedStep | None:
-        if self._drafting is not None:
-            self._drafting.allot(self.scheduler.running_seqs())
-        plan = self.scheduler.plan()
-        if plan is None:
-            return None
-        self._arenas.begin_step()
-        for kind in ("block", "page", "state"):
-            copies = [(copy.src, copy.dst) for copy in plan.copies if copy.kind == kind]
-            if copies:
-                self.executor.caches.copy(self._ops, kind, *zip(*copies, strict=True))
-        self._begin(plan)
-        launched = self._runner.launch(plan, self._drawn)
-        table = self._table
-        table.planned_computed[plan.seqs] += plan.query_lens
-        if self._drawn is not None:
-            table.draw[self._drew] = -1
-            table.num_drafts[self._drew[~table.waits[self._drew]]] = 0  # they were in the step that is forgotten now
-        slots = plan.seqs[launched.places]
-        waits = table.waits[slots]
-        self._drawn, self._drew = launched.drawn, slots
-        table.planned_tokens[slots] += launched.num_drafts + 1
-        # Who waits is planned again when this step is collected, with drafts that the host has seen.
-        next_drafts = min(launched.num_drafted, self._drafting.num_drafts) if self._drafting is not None else 0
-        table.draw[slots] = np.where(waits, -1, np.arange(len(slots), dtype=np.int32))
-        table.num_drafts[slots] = np.where(waits, 0, next_drafts)
-        return launched
-
-    def _begin(self, plan: StepPlan) -> None:
-        """Prepare the requests whose first step this is, since they were admitted."""
-        new = np.flatnonzero(self._table.is_new[plan.seqs])
-        for place in new.tolist():
-            request = plan.requests[place]
-            self.sampler.set_slot(request.seq, request.params, request.seed, request.choice)
-            if request.output.timings.scheduled is None:
-                request.output.timings.scheduled = time.monotonic()
-                self._stats.num_prompt_tokens += len(request.prompt_token_ids)
-        self._table.is_new[plan.seqs[new]] = False
+        return self._launcher.launch()
 
     def _collect(self, launched: LaunchedStep) -> list[RequestOutput]:
         """Record what a launched step brought, and free what has ended."""
-        collected = self._collector.collect(launched, self._fail_all)
+        collected = self._collector.collect(launched, self._endings.fail_all)
         for request in collected.ended:
-            self._end(request)
+            self._endings.end(request)
         return collected.outputs
-
-    def _fail_all(self, request: Request, fault: RequestError) -> None:
-        """End all answers to a prompt that the model has no numbers for, and distrust what it stored."""
-        choices = self._requests[request.request_id]
-        for choice in choices:
-            self._recorder.fail(choice, fault)
-            if choice.seq:
-                self.blocks.quarantine(choice.seq)
-        self._end_all(choices)
-
-    def _end_all(self, choices: list[Request]) -> None:
-        """Free what unfinished choices of a request hold; its result comes with the next step."""
-        output = choices[0].output
-        job = self._compiling.pop(output.request_id, None)
-        if job is not None and self._grammars is not None:
-            self._grammars.compiler.cancel(job)
-        held = [sibling for request in choices for sibling in request.siblings]  # they are in no queue
-        for sibling in held:
-            choices.remove(sibling)
-        for request in list(choices):
-            request.siblings = []
-            self._end(request, is_queued=job is None)
-        self._ended.append(output)
-
-    def _end(self, request: Request, *, is_queued: bool = True) -> None:
-        if is_queued:
-            self.scheduler.finish(request)
-        choices = self._requests[request.request_id]
-        choices.remove(request)
-        if choices:
-            return
-        del self._requests[request.request_id]
-        if request.return_logits and request.prompt_logits:
-            request.output.prompt_logits = torch.cat(request.prompt_logits)
-        self._stats.num_finished += 1

@@ -162,7 +162,7 @@ WITHOUT_MEANING = (
     ),
     WithoutMeaning(
         ("DFLASH_ENFORCE_EAGER", "DFLASH_CUDAGRAPH_BATCH_SIZE_INTERVAL"),
-        "drafting is captured with the step that it stands behind; set DEEPINFER_GRAPHS and DEEPINFER_GRAPH_BATCH_SIZES",
+        "drafting is captured with the step that it stands behind: see DEEPINFER_GRAPHS, DEEPINFER_GRAPH_BATCH_SIZES",
     ),
     WithoutMeaning(
         ("JIT_CACHE_DIR",), "compilers have their own settings for it; DEEPINFER_CACHE_DIR is where verdicts go"

@@ -1,11 +1,11 @@
 """Inputs and state of captured steps: device memory at fixed addresses, and the host buffers that fill it.
 
-What a graph reads stands where it stood when the graph was captured. The host writes a whole step into one pinned buffer
-and one copy brings it there. Two of these buffers take turns for each shape of step.
+What a graph reads stands where it stood when the graph was captured. The host writes a whole step into one pinned
+buffer and one copy brings it there. Two of these buffers take turns for each shape of step.
 
-Some of it, `StepState`, the step behind it needs as well, to correct what the host assumed of it. That step may be another
-graph, and its inputs arrive before it reads; so a step ends by copying its state, whose layout all graphs share, to a
-second place, where the next one finds it whatever graph it is.
+Some of it, `StepState`, the step behind it needs as well, to correct what the host assumed of it. That step may be
+another graph, and its inputs arrive before it reads; so a step ends by copying its state, whose layout all graphs
+share, to a second place, where the next one finds it whatever graph it is.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from deepinfer.core._native import StepArrays
 from deepinfer.core.graph_memory import POOL
 from deepinfer.core.graph_sizes import GraphKey
 from deepinfer.core.sampler import RowParams
+from deepinfer.core.step_buffers import Int32Array
 from deepinfer.models.interface import StepBatch
 from deepinfer.ops.runtime import Event, Runtime
 
@@ -169,6 +170,8 @@ class HostInputs:
     Attributes:
         arrays: by name, NumPy views of the buffer.
         native: what the native module writes.
+        seqs: the sequences it was written for last; None before that.
+        version: `Sampler.version` then.
         sent: reached when the copy to the device is done.
     """
 
@@ -181,6 +184,8 @@ class HostInputs:
         shared = [field for field in fields if _offset(fields, field.name) >= skipped]
         self.arrays = _views(raw, 0, shared) | _views(raw, state.state_bytes - skipped, own)
         self.arrays["starts"].fill(1)
+        self.seqs: Int32Array | None = None
+        self.version = -1
         self.sent: Event = runtime.event()
         self._runtime = runtime
         self._target = state.buffer[state.first_input : state.first_input + self._tensor.shape[0]]
@@ -195,6 +200,12 @@ class HostInputs:
             window_table_lens=np.zeros(key.seqs, np.int32),
             **{name: a[name] for name in _NATIVE},
         )
+
+    def wait_until_sent(self) -> None:
+        """Wait for the copy of the step that it was written for last."""
+        if not self.sent.query():  # a step that drew nothing was never waited for
+            with self._runtime.sync_guard.permit("a step's buffers are still being copied"):
+                self.sent.synchronize()
 
     def send(self) -> None:
         """Begin the copy to the device; the arrays are not to be written before `sent` is reached."""

@@ -1,8 +1,8 @@
 """Memory of results inside captured steps: one region that all graphs of an engine share.
 
-A graph writes its results to the addresses that it was captured with, so they cannot come from the arenas of steps. Graphs
-run one after the other on one stream, and what one leaves behind is read before the next one begins; so all of them start
-at the beginning of the same region, which is as large as the largest needs.
+A graph writes its results to the addresses that it was captured with, so they cannot come from the arenas of steps.
+Graphs run one after the other on one stream, and what one leaves behind is read before the next one begins; so all of
+them start at the beginning of the same region, which is as large as the largest needs.
 """
 
 from __future__ import annotations

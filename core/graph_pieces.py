@@ -1,7 +1,7 @@
 """What the graphs of a decode step do: correct it and run the model, draw, draft. All over fixed memory.
 
-The same ops as in `core.runner`, which does it for steps of any kind; here every tensor is where it was in the step before,
-and the host says nothing.
+The same ops as in `core.runner`, which does it for steps of any kind; here every tensor is where it was in the step
+before, and the host says nothing.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from deepinfer.core.executor import Executor
 from deepinfer.core.graph_inputs import GraphState, KeyInputs
 from deepinfer.core.graph_sizes import GraphKey
-from deepinfer.core.sampler import RowParams, Sampler
+from deepinfer.core.sampler import Sampler
 from deepinfer.core.speculation import Drafting
 from deepinfer.models.interface import DraftOutput, ReadsHostTables
 from deepinfer.ops.heads import known_ids
@@ -64,7 +64,7 @@ class GraphPieces:
         self, executor: Executor, sampler: Sampler, ops: OpTable, drafting: Drafting | None, state: GraphState
     ) -> None:
         self._executor, self._sampler, self._drafting, self._state = executor, sampler, drafting, state
-        self._outputs, self._runtime = ops.outputs, ops.context.runtime
+        self._outputs = ops.outputs
         model = executor.model
         self.host_fetch = model.host_fetch if isinstance(model, ReadsHostTables) else None
         self._advance, self._advance_history = ops.bind(advance_step), ops.bind(advance_history)
@@ -85,8 +85,7 @@ class GraphPieces:
     def fetch(self, entries: Tensor) -> Mapping[int, Tensor]:
         """Those entries on the device. Never captured: the host looks at `entries`."""
         assert self.host_fetch is not None, "only called with such tables"
-        with self._runtime.sync_guard.permit("a captured step reads tables on the host"):
-            return self.host_fetch.fetch(entries)
+        return self.host_fetch.fetch(entries)
 
     def forward(self, inputs: KeyInputs, fetched: Mapping[int, Tensor] | None) -> Tensor:
         """Run the model: [rows, vocab] float32.

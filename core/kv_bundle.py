@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import zlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -23,6 +24,7 @@ from torch import Tensor
 
 from deepinfer.core.errors import KVTransferError
 from deepinfer.core.step_buffers import Int32Array
+from deepinfer.ops.show import shown
 
 FORMAT: Final = "deepinfer.kv"
 VERSION: Final = 1
@@ -102,6 +104,8 @@ class KVBundle:
         Raises:
             KVTransferError: names the part that does not.
         """
+        if not 0 <= self.salt < 1 << 64:
+            raise KVTransferError(f"bundle: salt is {shown(self.salt)}; it has 64 bits")
         layout, num_blocks = self.layout, len(self.blocks)
         shapes = {
             "token_ids": (self.token_ids.shape, (num_blocks * layout.block_size,)),
@@ -127,7 +131,11 @@ class KVBundle:
         return self.blocks.nbytes + self.pages.nbytes
 
     def save(self, path: str | Path) -> None:
-        """Write it to a safetensors file, which appears whole or not at all."""
+        """Write it to a safetensors file, which appears whole or not at all.
+
+        Raises:
+            OSError: it cannot be written.
+        """
         path = Path(path)
         tensors = {
             "token_ids": torch.from_numpy(self.token_ids),
@@ -140,12 +148,15 @@ class KVBundle:
             "format": FORMAT,
             "version": str(VERSION),
             "salt": str(self.salt),
+            "checksum": _checksum(tensors),
             "layout": json.dumps(asdict(self.layout)),
         }
         unfinished = path.with_name(f"{path.name}.{os.getpid()}.unfinished")
         try:
             save_file(tensors, unfinished, about)
             unfinished.replace(path)
+        except SafetensorError as error:
+            raise OSError(f"{path} cannot be written: {error}") from error
         finally:
             unfinished.unlink(missing_ok=True)
 
@@ -169,7 +180,7 @@ class KVBundle:
             if tensor.dtype is not dtype:
                 raise KVTransferError(f"{path}: {name} is {tensor.dtype}; expected {dtype}")
         try:
-            return cls(
+            bundle = cls(
                 _layout(json.loads(about["layout"])),
                 int(about["salt"]),
                 tensors["token_ids"].numpy(),
@@ -178,8 +189,12 @@ class KVBundle:
                 tensors["pages"],
                 tensors["page_places"].numpy(),
             )
-        except (KeyError, TypeError, ValueError) as error:
+            checksum = about["checksum"]
+        except (KeyError, TypeError, ValueError, RecursionError) as error:
             raise KVTransferError(f"{path}: its header is damaged: {type(error).__name__}: {error}") from error
+        if _checksum(tensors) != checksum:
+            raise KVTransferError(f"{path}: its records are damaged: they do not have the checksum {checksum}")
+        return bundle
 
 
 def _check_header(path: str | Path, about: Mapping[str, str]) -> None:
@@ -191,7 +206,21 @@ def _check_header(path: str | Path, about: Mapping[str, str]) -> None:
         )
 
 
+def _checksum(tensors: Mapping[str, Tensor]) -> str:
+    total = 0
+    for name in _TENSORS:
+        total = zlib.crc32(tensors[name].numpy().data, total)
+    return f"{total:08x}"
+
+
 def _layout(values: dict[str, Any]) -> KVLayout:
+    for name, least in (("block_size", 1), ("window_page", 1), ("window", 0), ("block_bytes", 0), ("page_bytes", 0)):
+        number = values[name]
+        if not isinstance(number, int) or number < least:
+            raise ValueError(f"layout.{name} is {shown(number)}; expected an integer, at least {least}")
     for name in ("block_records", "window_records"):
-        values[name] = tuple(values[name])
+        records = tuple(values[name])
+        if not all(isinstance(record, str) for record in records):
+            raise ValueError(f"layout.{name} is {shown(records)}; expected strings")
+        values[name] = records
     return KVLayout(**values)

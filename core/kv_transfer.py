@@ -7,6 +7,8 @@ anything else. So neither has to do with requests that run.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -22,8 +24,27 @@ from deepinfer.models.interface import ModelInfo, RecordSpec
 from deepinfer.ops.heads import gather_rows
 from deepinfer.ops.registry import OpTable
 from deepinfer.ops.shaping import put_rows
+from deepinfer.ops.show import shown
 
 _STAGING_BYTES = 64 << 20  # moved at once, so that a long prefix needs little memory beside the pools
+
+
+def read_token_ids(source: Sequence[int]) -> Int32Array:
+    """Token ids that a caller gave, [num_tokens] int32.
+
+    Raises:
+        KVTransferError: they are something else.
+    """
+    try:
+        ids = np.array(source)
+    except ValueError:  # lists of several lengths
+        ids = np.array(None)
+    bounds = np.iinfo(np.int32)
+    if ids.ndim != 1 or (
+        ids.size and not (ids.dtype.kind in "iu" and bounds.min <= ids.min() <= ids.max() <= bounds.max)
+    ):
+        raise KVTransferError(f"what to export is a live request's id or a list of token ids, not {shown(source)}")
+    return ids.astype(np.int32)
 
 
 class KVTransfer:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from deepinfer.core.request import Request
-from deepinfer.core.row_shaping import RowShaping, ShapedRows
+from deepinfer.core.row_shaping import RowShaping, StepShapes
 from deepinfer.core.sampler import DeviceLogprobs, Sampler
 from deepinfer.core.step_buffers import Int32Array
 from deepinfer.core.transfer import send
@@ -65,7 +65,7 @@ class LogprobTaker:
         widths: Int32Array,
         starts: Int32Array,
         rows: Tensor,
-        shaped: ShapedRows,
+        shapes: StepShapes,
     ) -> KeptRows | None:
         """Keep the rows whose logprobs are wanted, as they will be judged; None when nobody wants any.
 
@@ -75,21 +75,21 @@ class LogprobTaker:
             widths: [R] int32 rows of each.
             starts: [R] int32 first row of each.
             rows: [T, V] float32, not shaped yet.
-            shaped: what will change them.
+            shapes: what will change them.
         """
         if not wanted:
             return None
         index = np.concatenate([np.arange(starts[i], starts[i] + widths[i], dtype=np.int32) for i in wanted])
         processed = [i for i in wanted if requests[i].params.logprobs_mode == "processed_logprobs"]
         places = None
-        if len(wanted) < len(requests) or shaped or processed:
+        if len(wanted) < len(requests) or shapes or processed:
             places = self._send(index)
             rows = self._gather_rows(rows, places)
         if processed:
             place_of = {int(row): place for place, row in enumerate(index)}
             own = np.concatenate([np.arange(starts[i], starts[i] + widths[i], dtype=np.int32) for i in processed])
             own_rows = frozenset(own.tolist())
-            self._shaping.apply(rows, [(place_of[row], shape) for row, shape in shaped if row in own_rows])
+            self._shaping.apply(rows, [(place_of[row], shape) for row, shape in shapes.rows if row in own_rows])
             slots = np.repeat([requests[i].seq for i in processed], widths[processed]).astype(np.int32)
             self._replace(rows, np.array([place_of[row] for row in own.tolist()], np.int32), slots)
         most = max(requests[i].params.logprobs or 0 for i in wanted)

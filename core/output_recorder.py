@@ -128,9 +128,22 @@ class OutputRecorder:
         if request.shaper is None:
             return
         try:
-            allows_nothing = request.shaper.shape(())[0].allows_nothing(vocab_size)
+            shape = request.shaper.shape(())[0]
+            allows_nothing = shape.allows_nothing(vocab_size)
         except Exception as error:  # a user's function: its fault is its own request's
             self.fail(request, as_request_error("logits_processor_failed", error))
+            return
+        if shape.forbids_what_it_forces:
+            code, what = "no_token_allowed", "bad_words or min_tokens do"
+            if request.grammar is not None:
+                code, what = "grammar_violated", "the structured output does"
+            place = len(request.completion.token_ids)
+            self.fail(
+                request,
+                RequestError(
+                    code, f"output token {place} was forced to be id {shape.forced}, which {what} not allow there"
+                ),
+            )
             return
         if not allows_nothing:
             return

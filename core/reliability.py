@@ -6,11 +6,12 @@ predecessors were all kept.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
+
+from deepinfer.core._native import add_reliability
 
 NUM_BINS = 10
 
@@ -37,23 +38,15 @@ class Reliability:
             verified: [R] int32, drafts that were verified.
             accepted: [R] int32, how many of them were kept.
         """
-        place = np.arange(confidences.shape[1])
-        counts = place < np.minimum(verified, accepted + 1)[:, None]
-        kept = (place < accepted[:, None])[counts]
-        values = confidences[counts].astype(np.float64)
-        bins = np.clip((values * NUM_BINS).astype(np.int64), 0, NUM_BINS - 1)
-        self.tried = _added(self.tried, bins, None)
-        self.kept = _added(self.kept, bins, kept.astype(np.float64))
-        sums = np.bincount(bins, values, NUM_BINS)
-        self.promised = [a + float(b) for a, b in zip(self.promised, sums, strict=True)]
+        sums = np.zeros((3, NUM_BINS))
+        add_reliability(confidences, verified, accepted, sums)
+        tried, kept, promised = sums.tolist()
+        self.tried = [a + int(b) for a, b in zip(self.tried, tried, strict=True)]
+        self.kept = [a + int(b) for a, b in zip(self.kept, kept, strict=True)]
+        self.promised = [a + b for a, b in zip(self.promised, promised, strict=True)]
 
     def expected_calibration_error(self) -> float:
         """Mean distance between confidence and share kept, weighted by drafts; NaN without any."""
         total = sum(self.tried)
         rows = zip(self.kept, self.promised, strict=True)
         return sum(abs(kept - promised) for kept, promised in rows) / total if total else float("nan")
-
-
-def _added(old: Sequence[int], bins: NDArray[np.int64], weights: NDArray[np.float64] | None) -> list[int]:
-    new = np.bincount(bins, weights, NUM_BINS)
-    return [a + int(b) for a, b in zip(old, new, strict=True)]

@@ -192,12 +192,16 @@ class Request:
         self.seq = seq
         table.bind(self, num_stored - num_replayed, num_stored if num_replayed else 0)
         if not table.is_recorded_by_token[seq]:
-            num_prompt = len(self.prompt_token_ids)
-            self.completion.take_ids_from(lambda have: blocks.pool.tokens(seq, num_prompt + have).tolist())
+            self.take_ids_from(blocks)
         if num_replayed:
             self.output.approximate = True
         if self.output.num_cached_tokens is None:
             self.output.num_cached_tokens = num_stored - num_replayed
+
+    def take_ids_from(self, blocks: KVBlockManager) -> None:
+        """Let the answer's ids grow by those that the block manager is told of, while it runs."""
+        seq, num_prompt = self.seq, len(self.prompt_token_ids)
+        self.completion.take_ids_from(lambda have: blocks.pool.tokens(seq, num_prompt + have).tolist())
 
     def stop(self) -> None:
         """Run no more; what the block manager holds for it is still to be freed."""

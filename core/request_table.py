@@ -44,8 +44,11 @@ class RequestTable:
         is_shaped: it has a shaper.
         wants_logprobs: of its generated tokens.
         scores_prompt: logits of prompt positions are kept.
+        follows_form: all that shapes it is a form that holds already, and nothing but ids is wanted: it is masked and
+            recorded together with all others of its kind.
         is_irregular: `Request.next_rows` must be asked for its rows, rather than `Scheduler`'s arithmetic.
-        is_recorded_by_token: each of its tokens has more to it than its id: logprobs, stop strings, a shaper.
+        is_recorded_by_token: each of its tokens has more to it than its id: logprobs, stop strings, a shaper that
+            looks at it.
         shares_output: its result has other choices.
         is_new: its sampling parameters are not set yet, and it was in no step.
         awaits_first_token: nobody noted when its first token came.
@@ -75,6 +78,7 @@ class RequestTable:
         self.is_shaped: BoolArray = np.zeros(size, np.bool_)
         self.wants_logprobs: BoolArray = np.zeros(size, np.bool_)
         self.scores_prompt: BoolArray = np.zeros(size, np.bool_)
+        self.follows_form: BoolArray = np.zeros(size, np.bool_)
         self.is_irregular: BoolArray = np.zeros(size, np.bool_)
         self.is_recorded_by_token: BoolArray = np.zeros(size, np.bool_)
         self.shares_output: BoolArray = np.zeros(size, np.bool_)
@@ -106,18 +110,25 @@ class RequestTable:
         self.wants_logprobs[seq] = params.wants_logprobs
         self.scores_prompt[seq] = request.num_prompt_rows_wanted > 0
         self.is_irregular[seq] = (
-            request.waits
-            or bool(request.siblings)
+            bool(request.siblings)
             or request.chunk_size is not None
             or request.decode_from is not None
             or request.num_prompt_rows_wanted > 0
         )
-        self.is_recorded_by_token[seq] = params.wants_logprobs or bool(params.stop) or request.shaper is not None
+        self.note_form(request)
         self.shares_output[seq] = params.n > 1
         self.is_new[seq] = True
         self.awaits_first_token[seq] = request.output.timings.first_token is None
         self._count_stops(params.stop_token_ids, 1)
         request.table = self
+
+    def note_form(self, request: Request) -> None:
+        """Note whether a request follows a form and nothing else; said again when its form begins to hold."""
+        seq, form, params = request.seq, request.grammar, request.params
+        wants_more = params.wants_logprobs or bool(params.stop)
+        follows = form is not None and form is request.shaper and form.is_open and not wants_more
+        self.follows_form[seq] = follows
+        self.is_recorded_by_token[seq] = wants_more or (request.waits and not follows)
 
     def release(self, request: Request) -> None:
         """Take the row of a request that runs no more; its `seq` becomes 0."""

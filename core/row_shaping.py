@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from deepinfer.core.grammar.masks import GrammarMasks
-from deepinfer.core.shaping import Float32Array, RowFn, RowShape
+from deepinfer.core.shaping import NO_IDS, Float32Array, RowFn, RowShape
 from deepinfer.core.step_buffers import Int32Array
 from deepinfer.core.transfer import send
 from deepinfer.ops import heads, sampling, shaping
@@ -19,6 +20,24 @@ from deepinfer.ops.registry import OpTable
 
 ShapedRows = Sequence[tuple[int, RowShape]]
 """Rows of a logits tensor, each once, with what changes them."""
+
+
+@dataclass
+class StepShapes:
+    """What changes the rows of a step.
+
+    Attributes:
+        rows: those with shapes of their own.
+        form_rows: [n] int32, rows that nothing but a form shapes: that of `form_rows[i]` is mask i of the step's
+            grammar masks.
+    """
+
+    rows: list[tuple[int, RowShape]] = field(default_factory=list)
+    form_rows: Int32Array = field(default_factory=lambda: NO_IDS)
+
+    def __bool__(self) -> bool:
+        """Whether anything is changed."""
+        return bool(self.rows) or self.form_rows.size > 0
 
 
 class RowShaping:
@@ -42,18 +61,23 @@ class RowShaping:
         self.num_host_waits = 0
         """Times a step waited for logits on the host, for a user's own functions."""
 
-    def apply(self, logits: Tensor, rows: ShapedRows) -> dict[int, Exception]:
+    def apply(self, logits: Tensor, rows: ShapedRows, form_rows: Int32Array = NO_IDS) -> dict[int, Exception]:
         """Mask, bias and penalise, in the order of `ops.sampling`; forced ids are left to `force`.
 
         Args:
             logits: [N, V] float32, changed in place.
             rows: which of them, and how.
+            form_rows: as in `StepShapes`.
 
         Returns:
             What a user's own function raised, by row; it did not change that row.
         """
         with torch.inference_mode():
-            self._mask_by_grammar(logits, [(row, shape.mask_row) for row, shape in rows if shape.mask_row >= 0])
+            self._mask_by_grammar(
+                logits, [(row, shape.mask_row) for row, shape in rows if shape.mask_row >= 0], form_rows
+            )
+            if not rows:
+                return {}
             self._mask(logits, [(r, shape.mask) for r, shape in rows if shape.mask is not None and shape.mask_row < 0])
             self._bias(logits, rows)
             self._penalties(logits, rows)
@@ -62,6 +86,8 @@ class RowShaping:
     def force(self, logits: Tensor, rows: ShapedRows) -> None:
         """Allow nothing but the forced id, in the rows that have one."""
         forced = [(row, shape.forced) for row, shape in rows if shape.forced >= 0]
+        if not forced:
+            return
         tokens = list(dict.fromkeys(token for _, token in forced))
         words = np.zeros((len(tokens), -(-self._vocab_size // 32)), np.uint32)
         for mask, token in zip(words, tokens, strict=True):
@@ -70,12 +96,15 @@ class RowShaping:
         with torch.inference_mode():
             self._mask(logits, [(row, masks[token]) for row, token in forced])
 
-    def _mask_by_grammar(self, logits: Tensor, places: Sequence[tuple[int, int]]) -> None:
+    def _mask_by_grammar(self, logits: Tensor, places: Sequence[tuple[int, int]], form_rows: Int32Array) -> None:
+        if not places and not form_rows.size:
+            return
+        mask_rows = np.full(logits.shape[0], -1, np.int32)
+        mask_rows[form_rows] = np.arange(len(form_rows), dtype=np.int32)
         if places:
-            mask_rows = np.full(logits.shape[0], -1, np.int32)
             rows, masks = zip(*places, strict=True)
             mask_rows[list(rows)] = masks
-            self._apply_bitmask(logits, self.grammar.send(), self._send(mask_rows))
+        self._apply_bitmask(logits, self.grammar.send(), self._send(mask_rows))
 
     def _mask(self, logits: Tensor, masks: Sequence[tuple[int, Int32Array]]) -> None:
         if not masks:

@@ -25,7 +25,7 @@ class StepPlan:
     """The rows of one step.
 
     Attributes:
-        requests: in row order.
+        requests: in row order; not to be changed, as the next plan may share the list.
         seqs: [n] int32 handles.
         starts: [n] int32 positions of the first rows; upper bounds where steps with drafts are in flight.
         query_lens: [n] int32 rows of each.
@@ -63,6 +63,7 @@ class Scheduler:
     _copies: list[KVCopy] = field(default_factory=list)
     _parents: list[Request] = field(default_factory=list)
     _seqs: Int32Array | None = None
+    _snapshot: list[Request] | None = None
 
     @property
     def has_work(self) -> bool:
@@ -122,7 +123,7 @@ class Scheduler:
                     break
                 sibling.run(self.table, self.blocks, seq, stored)
                 self.running.insert(place + number, sibling)
-                self._seqs = None
+                self._seqs = self._snapshot = None
                 self._copies.extend(copies)
 
     def _continue_running(self) -> tuple[list[Request], Int32Array, Int32Array]:
@@ -133,12 +134,13 @@ class Scheduler:
         rows = known - table.planned_computed[seqs]
         decodes = (rows == 1) & (known > table.num_prompt[seqs])
         rows = np.where(decodes, np.minimum(1 + table.num_drafts[seqs], table.max_tokens[seqs] - known), rows)
+        rows = np.where(table.waits[seqs] & (known > table.num_tokens[seqs]), 0, rows)
         for place in np.flatnonzero(table.is_irregular[seqs]).tolist():
             rows[place] = self._rows(self.running[place], self.max_rows)
         # Whoever comes when little is left gets that much, and who comes after that gets none.
         rows = np.clip(rows, 0, np.maximum(self.max_rows - np.cumsum(rows, dtype=np.int32) + rows, 0))
         if (rows > 0).all():
-            return list(self.running), seqs, rows
+            return self._running_now(), seqs, rows
         places = np.flatnonzero(rows)
         return [self.running[place] for place in places.tolist()], seqs[places], rows[places]
 
@@ -148,9 +150,15 @@ class Scheduler:
             self._seqs = np.fromiter((r.seq for r in self.running), dtype=np.int32, count=len(self.running))
         return self._seqs
 
+    def _running_now(self) -> list[Request]:
+        """The running requests; the same list as long as they are the same."""
+        if self._snapshot is None:
+            self._snapshot = list(self.running)
+        return self._snapshot
+
     def _leave(self, request: Request) -> None:
         self.running.remove(request)
-        self._seqs = None
+        self._seqs = self._snapshot = None
 
     def _rows(self, request: Request, budget: int) -> int:
         rows = request.next_rows(budget)
@@ -223,7 +231,7 @@ class Scheduler:
             )
             request.run(self.table, self.blocks, seq, stored.num_tokens, self.blocks.pool.num_replayed(seq))
             self.running.append(request)
-            self._seqs = None
+            self._seqs = self._snapshot = None
             if request.siblings and request.planned_computed >= len(request.prompt_token_ids) - 1:
                 # Nothing is left to share but what is stored, and that they find by themselves.
                 self.waiting.extendleft(reversed(request.siblings))

@@ -85,6 +85,14 @@ class RowShape:
         allowed[self.forbidden] = False
         return not bool(allowed.any())
 
+    @property
+    def forbids_what_it_forces(self) -> bool:
+        """Whether the forced id is one that the masks leave out, so that nothing can be drawn from any logits."""
+        if self.forced < 0:
+            return False
+        is_masked = self.mask is not None and not self.mask[self.forced >> 5] >> (self.forced & 31) & 1
+        return is_masked or bool((self.forbidden == self.forced).any())
+
 
 PLAIN = RowShape()
 

@@ -60,8 +60,9 @@ class StepCost:
         self.num_steps += 1
         if self.num_steps <= _WARM_UP or self._is_assumed:
             return
-        if self.num_steps > _WARM_UP + _TRUSTED:
-            seconds = min(seconds, _OUTLIER * float(self.seconds(rows, row_context)))
+        expected = float(self.seconds(rows, row_context)) if self.num_steps > _WARM_UP + _TRUSTED else 0.0
+        if expected > 0:  # a clock too coarse for the first steps has told nothing that a later one could contradict
+            seconds = min(seconds, _OUTLIER * expected)
         places, x = self._features(rows, row_context)
         self._normal *= _DECAY
         self._normal[np.ix_(places, places)] += np.outer(x, x)

@@ -1,11 +1,13 @@
 """Decode steps as graphs: which steps may be one, and how they are run.
 
-A step in which every sequence continues with its newest token, and the drafts behind it, has few shapes. It is padded to
-the next larger one (`core.graph_sizes`), written into fixed memory (`core.graph_inputs`), and run as up to three graphs
+A step in which every sequence continues with its newest token, and the drafts behind it, has few shapes. It is padded
+to the next larger one (`core.graph_sizes`), written into fixed memory (`core.graph_inputs`), and run as a few graphs
 (`core.graph_pieces`): *forward*, *draw*, *draft*. Between them the host may queue what differs from step to step: row
-shapes, logprobs, marks of time.
+shapes, logprobs, marks of time. Where a model reads tables on the host, *look up* stands in front: it finds which
+entries are wanted, and the host fetches them in between.
 
-Padding has no slots, so it stores nothing, and its rows lie behind the end of `cu_seqlens_q`; what it computes nobody reads.
+Padding has no slots, so it stores nothing, and its rows lie behind the end of `cu_seqlens_q`; nobody reads what it
+computes.
 """
 
 from __future__ import annotations
@@ -127,13 +129,16 @@ class GraphedStep:
 
     def forward(self) -> Tensor:
         """Correct the step and run the model: [rows, vocab] float32, valid until the next captured step."""
-        run, start, is_fixed = self._capturer.run, Place(), True
+        start, is_fixed = Place(), True
         if self._pieces.host_fetch is not None:
-            self._newest_entries, is_fixed = run(self._look_up, start)
-            self._fetched, _ = run(self._fetch, self._look_up.end, may_capture=False)
+            entries, is_fixed = self._capturer.run(self._look_up, start)
+            self._newest_entries = entries
+            fetched, _ = self._capturer.run(self._fetch, self._look_up.end, may_capture=False)
+            self._fetched = fetched
             start, is_fixed = self._fetch.end, is_fixed and self._fetch.has_run
-        self._newest_logits, self.is_replayed = run(self._forward, start, may_capture=is_fixed)
-        return self._newest_logits
+        logits, self.is_replayed = self._capturer.run(self._forward, start, may_capture=is_fixed)
+        self._newest_logits = logits
+        return logits
 
     def draw(self) -> None:
         """Draw from what `forward` gave, shaped since then or not; `without_padding` has the result."""
@@ -225,17 +230,14 @@ class StepGraphs:
             links: [n] int32, their places in the captured step just before, -1 where it has nothing to tell.
             planned: [n'] int32, what the host assumed that each sequence of that step would emit; None without one.
         """
-        if self._capturer.failure:
-            return self.note_eager("a step could not be captured")
         key = self._sizes.key(int(widths.sum()), len(seqs), int((starts + widths).max()))
-        if key is None:
-            return self.note_eager("too many rows")
+        if self._capturer.failure or key is None:
+            self.note_eager("a step could not be captured" if self._capturer.failure else "too many rows")
+            return None
         step = self._steps.pop(key, None) or self._make(key)
         self._steps[key] = step  # the newest stands last
         host = step.inputs.next_host()
-        if not host.sent.query():  # a step that drew nothing was never waited for
-            with self._runtime.sync_guard.permit("a step's buffers are still being copied"):
-                host.sent.synchronize()
+        host.wait_until_sent()
         self._write(host, key, seqs, widths, starts, links, planned)
         return step
 
@@ -252,7 +254,9 @@ class StepGraphs:
 
     def _make(self, key: GraphKey) -> GraphedStep:
         if len(self._steps) >= MAX_SHAPES:
-            del self._steps[next(iter(self._steps))]
+            oldest = self._steps.pop(next(iter(self._steps)))
+            for host in oldest.inputs.hosts:
+                host.wait_until_sent()  # their memory goes now
         inputs = KeyInputs(self._runtime, self._state, key, self._pieces.numbers)
         return GraphedStep(key, inputs, self._pieces, self._capturer)
 
@@ -269,13 +273,15 @@ class StepGraphs:
         a, n, table = host.arrays, len(seqs), self._table
         num_rows = self._executor.pool.write_step(seqs, widths, host.native, key.rows, key.seqs, starts)
         first_rows = a["cu_seqlens_q"][:n]
-        for name, values, padding in (
-            ("links", links, -1),
-            ("widths", widths, 0),
-            ("num_emitted", widths, 0),
-            ("starts", first_rows, 1),  # the last token of none is then that in place 0, which there is
-        ):
-            a[name][:n], a[name][n : key.seqs] = values, padding
+        is_as_before = host.seqs is seqs and host.version == self._sampler.version
+        if not is_as_before:
+            host.seqs, host.version = seqs, self._sampler.version
+            self._sampler.write(seqs, a)
+            for name, padding in _PADDING:
+                a[name][n : key.seqs] = padding
+        if key.verifies or not is_as_before:
+            a["widths"][:n], a["num_emitted"][:n], a["starts"][:n] = widths, widths, first_rows
+        a["links"][:n] = links
         if planned is not None:
             a["planned_before"][: len(planned)] = planned
         known = table.planned_tokens[seqs]
@@ -283,10 +289,18 @@ class StepGraphs:
         if self._is_drafting:
             np.add(a["output_index"][:n], widths, out=a["draft_index"][:n])
             np.add(known, widths - 1, out=a["anchors"][:n])
-            a["anchors"][n : key.seqs] = 0
         if key.verifies:
             a["judged"][:num_rows] = np.arange(1, num_rows + 1, dtype=np.int32)
             a["judged"][first_rows + widths - 1] = -1
             a["judged"][num_rows:] = -1
-        self._sampler.write(seqs, a)
-        a["temperature"][n : key.seqs] = 0.0
+
+
+_PADDING: Final = (
+    ("links", -1),
+    ("widths", 0),
+    ("num_emitted", 0),
+    ("starts", 1),  # the last token of none is then that in place 0, which there is
+    ("anchors", 0),
+    ("temperature", 0.0),
+)
+"""What stands behind the sequences that there are."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 
@@ -62,6 +62,23 @@ class Plan(Protocol):
         `scratch=` and `persistent=` are passed to a plan that asked for such bytes. A capturable plan of an op that
         returns something is given `out=`, a tree of the op's results in memory of the engine: it writes them there and
         returns it. Without `out` a run makes its results.
+        """
+        ...
+
+
+@runtime_checkable
+class PreparingPlan(Plan, Protocol):
+    """A plan that reads some of its arguments in a form of its own, made once: weights, which no run changes."""
+
+    def prepare(self, name: str, value: Any) -> Any:
+        """The form of an argument that `run` wants most; `value` itself where there is none better.
+
+        It has the same shape and, of experts, the same first axis. A quantised tensor says its form in `layout`. `run`
+        takes the canonical form as well.
+
+        Args:
+            name: of the op's parameter.
+            value: canonical, on the device.
         """
         ...
 

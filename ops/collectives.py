@@ -30,6 +30,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import isfinite
 from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
 from torch import Tensor
@@ -67,8 +68,8 @@ class Rendezvous:
             raise OpArgumentError(f"rank {self.rank} of {self.world_size}; ranks run from 0 to {self.world_size - 1}")
         if self.world_size > 1 and self.store is None:
             raise OpArgumentError(f"{self.world_size} ranks need a store to meet in; give one, or use from_environment")
-        if not self.timeout > 0:
-            raise OpArgumentError(f"timeout is {self.timeout} seconds; it must be above 0")
+        if not (self.timeout > 0 and isfinite(self.timeout)):
+            raise OpArgumentError(f"timeout is {self.timeout} seconds; it must be a finite number above 0")
 
     @staticmethod
     def from_environment(timeout: float = DEFAULT_TIMEOUT) -> Rendezvous:

@@ -55,6 +55,7 @@ class OutputArena:
 
     def __init__(self, runtime: Runtime, limit_bytes: int = ARENA_BYTES) -> None:
         self._runtime = runtime
+        self._checking = runtime if isinstance(runtime, CheckingRuntime) else None
         self._limit = limit_bytes
         self._kept: dict[tuple[tuple[int, ...], torch.dtype], list[Tensor]] = {}
         self._used: dict[tuple[tuple[int, ...], torch.dtype], int] = {}
@@ -63,7 +64,7 @@ class OutputArena:
 
     def begin(self) -> None:
         """Begin a step: all results of the one before are gone. What that one did not use is given back."""
-        checking = self._runtime if isinstance(self._runtime, CheckingRuntime) else None
+        checking = self._checking
         kept, self.num_bytes = {}, 0
         for key, used in self._used.items():
             tensors = self._kept[key][:used]

@@ -16,7 +16,16 @@ from typing import Any, Generic, ParamSpec, TypeVar, cast
 import torch
 from torch import Tensor
 
-from deepinfer.ops.backend import Availability, Backend, BindContext, Dims, FunctionPlan, Implementation, Plan
+from deepinfer.ops.backend import (
+    Availability,
+    Backend,
+    BindContext,
+    Dims,
+    FunctionPlan,
+    Implementation,
+    Plan,
+    PreparingPlan,
+)
 from deepinfer.ops.errors import BackendUnavailableError, MissingOpsError, OpArgumentError
 from deepinfer.ops.fallback import THROUGH_HOST, HostPlan
 from deepinfer.ops.outputs import Outputs, watched
@@ -25,6 +34,7 @@ from deepinfer.ops.spec import API_VERSION, OpSpec
 
 P = ParamSpec("P")
 R = TypeVar("R")
+T = TypeVar("T")
 
 ENTRY_POINT_GROUP = "deepinfer.backends"
 ACCEPTED_API_VERSIONS = frozenset({API_VERSION})
@@ -144,6 +154,16 @@ class BoundOp(Generic[P, R]):
     scratch: Scratch | None = None
     persistent: Tensor | None = None
     outputs: Outputs | None = None
+    preparing: PreparingPlan | None = None
+
+    def prepare(self, name: str, value: T) -> T:
+        """An argument that never changes in the form that the implementation reads best, to be passed from then on.
+
+        Args:
+            name: of the op's parameter.
+            value: canonical, on the device. What is returned may be `value` itself.
+        """
+        return value if self.preparing is None else cast(T, self.preparing.prepare(name, value))
 
     @property
     def capturable(self) -> bool:
@@ -274,11 +294,12 @@ class OpTable:
             scratch = self._scratch if plan.scratch_bytes else None
             if scratch is not None:
                 scratch(plan.scratch_bytes)  # taken now, so that no run allocates
+            preparing = plan if isinstance(plan, PreparingPlan) else None
             takes_out = plan.capturable and op.results is not None
             if takes_out:
                 plan = watched(self.context.runtime, op, plan)
             outputs = self.outputs if takes_out else None
-            return BoundOp(op, chosen.name, True, plan, dict(dims), scratch, persistent, outputs)
+            return BoundOp(op, chosen.name, True, plan, dict(dims), scratch, persistent, outputs, preparing)
         if override is not None:
             raise OpArgumentError(f"override {op.name}={override} does not accept {dict(dims)}")
         if self.strict:

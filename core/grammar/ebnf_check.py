@@ -37,13 +37,24 @@ def check_ebnf(text: str) -> None:
     grammar = _read(text, "grammar")
     rules = _rules(str(grammar))
     used = ["root"]
+    users: dict[str, list[str]] = {"root": []}
     for name in used:  # grows while it is walked
-        used.extend(other for other in dict.fromkeys(_names(rules[name])) if other in rules and other not in used)
+        for other in dict.fromkeys(other for other in _names(rules[name]) if other in rules):
+            if other not in users:
+                users[other] = []
+                used.append(other)
+            users[other].append(name)
     for name in used:
         _check_terminals(name, rules[name])
     alive: set[str] = set()
-    while found := {name for name in used if name not in alive and _Reader(rules[name], alive).produces()}:
-        alive |= found
+    waiting = used[::-1]  # what a rule needs comes before it, mostly
+    while waiting:
+        found: dict[str, None] = {}
+        for name in waiting:
+            if name not in alive and _Reader(rules[name], alive).produces():
+                alive.add(name)
+                found[name] = None
+        waiting = list(dict.fromkeys(user for name in found for user in users[name] if user not in alive))
     for name in reversed(used):  # the one furthest from the start is nearest to the fault
         if name not in alive:
             raise GrammarError(f"grammar: rule {name!r} can never match: each of its alternatives needs itself")

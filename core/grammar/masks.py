@@ -6,8 +6,9 @@ at a time, and come back in the end. A draft that its row forbids is never emitt
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -46,26 +47,36 @@ class GrammarMasks:
         self.num_illegal_drafts = 0
         """Drafts that a grammar forbade."""
 
-    def fill(self, answers: Sequence[tuple[GrammarShaper, Sequence[int]]]) -> None:
-        """Shape the rows of a step and hand them to its shapers.
+    def fill(
+        self, answers: Sequence[tuple[GrammarShaper, Sequence[int]]], single: Sequence[GrammarShaper] = ()
+    ) -> bool:
+        """Write the masks of a step.
 
         Args:
-            answers: shapers of the answers that draw, each with the drafts it verifies.
+            answers: shapers of answers that draw, each with the drafts it verifies. They are handed their shapes.
+            single: more of them, whose form holds already and who verify no draft: they have one row each, masks 0,
+                1, ... in this order, and are handed nothing.
+
+        Returns:
+            Whether that went well. If not, each answer has to be asked for its own shapes.
         """
         self._turn ^= 1
-        most = sum(len(drafts) + 1 for _, drafts in answers)
+        most = len(single) + sum(len(drafts) + 1 for _, drafts in answers)
         buffer = self._buffers[self._turn]
         memory = buffer.rows(most)
         try:
-            shapes, buffer.used, illegal = self._shape(answers, memory)
+            self._fill_single(single, memory)
+            shapes, used, illegal = self._shape(answers, memory, len(single))
         except Exception:  # the library's; one answer's fault is not to be the others', so each is asked alone
             buffer.used = 0
-            return
+            return False
         for (shaper, _), rows in zip(answers, shapes, strict=True):
             shaper.prepare(rows)
-        self.num_steps += buffer.used > 0
-        self.num_rows += buffer.used
+        buffer.used = used
+        self.num_steps += used > 0
+        self.num_rows += used
         self.num_illegal_drafts += illegal
+        return True
 
     def shapes_of(self, shaper: GrammarShaper, drafts: Sequence[int]) -> list[RowShape]:
         """The shapes of one answer's rows, outside of any step."""
@@ -77,12 +88,28 @@ class GrammarMasks:
         """The masks of the step that was filled last, on the device: [rows, words] int32."""
         return self._buffers[self._turn].send()
 
-    def _shape(
-        self, answers: Sequence[tuple[GrammarShaper, Sequence[int]]], masks: Int32Array
-    ) -> tuple[list[list[RowShape]], int, int]:
-        """Shapes by answer, rows of `masks` that hold something, and drafts that are not allowed."""
+    def _fill_single(self, shapers: Sequence[GrammarShaper], masks: Int32Array) -> None:
+        """Write one mask each, from the first row of `masks` on."""
+        if not shapers:
+            return
+        self._batch_of_matchers().fill([shaper.matcher for shaper in shapers], masks[: len(shapers)])
+        too_early: dict[Bits, list[int]] = {}  # few: most answers end by the same ids
+        for row, shaper in enumerate(shapers):
+            if shaper.num_outputs < shaper.min_tokens:
+                too_early.setdefault(shaper.ends, []).append(row)
+        for ends, rows in too_early.items():
+            forbid_unless_all(masks, rows, ends)
+
+    def _batch_of_matchers(self) -> MatcherBatch:
         if self._batch is None:
             self._batch = MatcherBatch()
+        return self._batch
+
+    def _shape(
+        self, answers: Sequence[tuple[GrammarShaper, Sequence[int]]], masks: Int32Array, used: int = 0
+    ) -> tuple[list[list[RowShape]], int, int]:
+        """Shapes by answer, rows of `masks` that hold something, `used` do already, and drafts that are not allowed."""
+        batch = self._batch_of_matchers()
         shapes: list[list[RowShape]] = [[] for _ in answers]
         walks: list[_Walk] = []
         for place, (shaper, drafts) in enumerate(answers):
@@ -90,18 +117,17 @@ class GrammarMasks:
             if walk.has_row_left:
                 walks.append(walk)
         try:
-            used = _walk(self._batch, walks, masks)
+            used = _walk(batch, walks, masks, used)
         finally:
             back = [walk for walk in walks if walk.num_accepted]
-            self._batch.roll_back([walk.matcher for walk in back], [walk.num_accepted for walk in back])
+            batch.roll_back([walk.matcher for walk in back], [walk.num_accepted for walk in back])
         for rows_of, (_, drafts) in zip(shapes, answers, strict=True):
             rows_of.extend([PLAIN] * (len(drafts) + 1 - len(rows_of)))
         return shapes, used, sum(walk.is_illegal for walk in walks)
 
 
-def _walk(batch: MatcherBatch, walks: Sequence[_Walk], masks: Int32Array) -> int:
+def _walk(batch: MatcherBatch, walks: Sequence[_Walk], masks: Int32Array, used: int) -> int:
     """Shape all rows, one per answer and round; returns how many rows of `masks` hold something."""
-    used = 0
     while walks:
         rows = range(used, used + len(walks))
         batch.fill([walk.matcher for walk in walks], masks[rows.start : rows.stop])
@@ -151,7 +177,7 @@ class _Walk:
         """Shape the next row with a mask that was just filled."""
         shaper = self._shaper
         if shaper.num_outputs + len(self._rows) < shaper.min_tokens:
-            _forbid_unless_all(mask, shaper.ends)
+            forbid_unless_all(mask[None], [0], shaper.ends)
         self._rows.append(RowShape(mask=mask, mask_row=row))
 
     def may_go_on(self, mask: Int32Array) -> bool:
@@ -164,7 +190,7 @@ class _Walk:
         shaper = self._shaper
         if shape.forced >= 0 or shaper.num_outputs + len(self._rows) >= shaper.min_tokens:
             return shape
-        return RowShape(forbidden=np.union1d(shape.forbidden, shaper.ends).astype(np.int32))
+        return RowShape(forbidden=np.union1d(shape.forbidden, shaper.ends.ids).astype(np.int32))
 
 
 class _Buffer:
@@ -198,10 +224,49 @@ class _Buffer:
         return self._there
 
 
-def _forbid_unless_all(mask: Int32Array, ids: Int32Array) -> None:
-    """Clear the bits of ids, unless nothing else is allowed."""
-    before = mask.copy()
-    for token in ids.tolist():
-        mask[token >> 5] &= ~(1 << (token & 31)) if token & 31 < 31 else 0x7FFFFFFF
-    if not mask.any():
-        mask[:] = before
+class Bits(NamedTuple):
+    """Some ids, and where their bits stand in a mask.
+
+    Attributes:
+        ids: sorted, each once.
+        words: the words that hold any of them, each once.
+        bits: those bits of each, as a signed word.
+    """
+
+    ids: tuple[int, ...]
+    words: tuple[int, ...]
+    bits: tuple[int, ...]
+
+
+def bits_of(ids: Iterable[int]) -> Bits:
+    """The bits of ids; the same object for the same ids."""
+    return _bits_of(tuple(sorted(set(ids))))
+
+
+@lru_cache(maxsize=64)
+def _bits_of(ids: tuple[int, ...]) -> Bits:
+    words: dict[int, int] = {}
+    for token in ids:
+        words[token >> 5] = words.get(token >> 5, 0) | 1 << (token & 31)
+    return Bits(ids, tuple(words), tuple(word - (1 << 32) if word >> 31 else word for word in words.values()))
+
+
+def forbid_unless_all(masks: Int32Array, rows: Sequence[int], ids: Bits) -> None:
+    """Clear the bits of ids in some rows of masks, but in those that would allow nothing then.
+
+    Args:
+        masks: [B, ceil(vocab / 32)] int32, changed in place.
+        rows: which of them.
+        ids: what to forbid.
+    """
+    if not ids.ids:
+        return
+    places = np.ix_(rows, ids.words)
+    before = masks[places]
+    bits = np.array(ids.bits, np.int32)
+    if not (before & bits).any():  # as almost always: a form that is not complete allows no end
+        return
+    masks[places] = before & ~bits
+    for place, row in enumerate(rows):
+        if not masks[row].any():
+            masks[row, ids.words] = before[place]

@@ -98,9 +98,11 @@ class MatcherBatch:
         # Without row numbers: a list of them costs the library more than the masks.
         self._batch.batch_fill_next_token_bitmask([m.inner for m in matchers], masks)
 
-    def accept(self, matchers: Sequence[Matcher], tokens: Sequence[int]) -> None:
-        """Go on behind one token each, which its mask allowed."""
-        self._batch.batch_accept_token([m.inner for m in matchers], list(tokens))
+    @staticmethod
+    def accept(matchers: Sequence[Matcher], tokens: Sequence[int]) -> list[bool]:
+        """Go on behind one token each; False for those, unchanged, whose grammar does not allow it."""
+        # One call for all takes longer: each entry of what it returns is a call of its own.
+        return [m.inner.accept_token(token) for m, token in zip(matchers, tokens, strict=True)]
 
     def roll_back(self, matchers: Sequence[Matcher], counts: Sequence[int]) -> None:
         """Go back by so many tokens each."""

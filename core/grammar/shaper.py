@@ -8,14 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-
 from deepinfer.core.errors import RequestError
 from deepinfer.core.grammar.gates import OPEN, Gate
-from deepinfer.core.grammar.masks import GrammarMasks
-from deepinfer.core.grammar.matching import CompiledGrammar, Matcher
+from deepinfer.core.grammar.masks import GrammarMasks, bits_of
+from deepinfer.core.grammar.matching import CompiledGrammar, Matcher, MatcherBatch
 from deepinfer.core.shaping import RowShape
-from deepinfer.core.step_buffers import Int32Array
 
 
 class GrammarShaper:
@@ -40,7 +37,7 @@ class GrammarShaper:
     ) -> None:
         self._masks = masks
         self._stops = tuple(stop_token_ids)
-        self.ends: Int32Array = np.array(sorted(ends), np.int32)
+        self.ends = bits_of(ends)
         self.min_tokens = min_tokens
         self.gate = gate
         self.state = gate.start if gate is not None else OPEN
@@ -58,6 +55,11 @@ class GrammarShaper:
         """Where the answer stands in the grammar."""
         assert self._matcher is not None, "requests are scheduled only once their grammar is there"
         return self._matcher
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the form holds already."""
+        return self.state == OPEN
 
     def is_stop(self, token: int) -> bool:
         """Whether a token ends the answer once the grammar is complete."""
@@ -85,9 +87,32 @@ class GrammarShaper:
                 self.state = self.gate.after(self.state, token)
             elif not self._is_over:
                 if not self.matcher.accept(token):
-                    raise RequestError(
-                        "grammar_violated",
-                        f"output token {place} was forced to be id {token}, which the structured output does not allow "
-                        "there",
-                    )
+                    raise _violation(place, token)
                 self._is_over = token in self._stops
+
+
+def accept_each(shapers: Sequence[GrammarShaper], tokens: Sequence[int]) -> dict[int, RequestError]:
+    """Let answers whose forms hold already go on by one token each, none of which is an end.
+
+    Args:
+        shapers: R, each once.
+        tokens: R ids.
+
+    Returns:
+        The errors that `GrammarShaper.accept` would have raised, by index.
+    """
+    for shaper in shapers:
+        shaper.num_outputs += 1
+    accepted = MatcherBatch.accept([shaper.matcher for shaper in shapers], tokens)
+    if all(accepted):
+        return {}
+    return {
+        place: _violation(shapers[place].num_outputs - 1, tokens[place]) for place, ok in enumerate(accepted) if not ok
+    }
+
+
+def _violation(place: int, token: int) -> RequestError:
+    return RequestError(
+        "grammar_violated",
+        f"output token {place} was forced to be id {token}, which the structured output does not allow there",
+    )

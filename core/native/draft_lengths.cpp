@@ -60,6 +60,43 @@ void add_verified(const Confidences& confidences, std::span<const int32_t> seqs,
   }
 }
 
+void enter_block(const Book& book, std::span<const int32_t> seqs, Matrix<const float> confidences, float habit_weight,
+                 float usual_weight) {
+  if (seqs.empty()) return;
+  std::vector<double> sums(book.usual.size());
+  for (size_t i = 0; i < seqs.size(); ++i) {
+    for (int64_t place = 0; place < book.newest.columns; ++place) {
+      const float given = confidences.at(static_cast<int64_t>(i), place);
+      const float found = given > 0.0F ? std::min(given, 1.0F) : 0.0F;  // NaN is not above 0
+      book.older.at(seqs[i], place) = book.recent.at(seqs[i], place);
+      book.newest.at(seqs[i], place) = book.recent.at(seqs[i], place) = found;
+      float& habit = book.habit.at(seqs[i], place);
+      habit += habit_weight * (found - habit);
+      sums[static_cast<size_t>(place)] += found;
+    }
+  }
+  for (size_t place = 0; place < sums.size(); ++place) {
+    const auto mean = static_cast<float>(sums[place] / static_cast<double>(seqs.size()));
+    book.usual[place] += usual_weight * (mean - book.usual[place]);
+  }
+}
+
+void add_reliability(Matrix<const float> confidences, std::span<const int32_t> verified,
+                     std::span<const int32_t> accepted, Matrix<double> sums) {
+  for (int64_t row = 0; row < confidences.rows; ++row) {
+    const auto at = static_cast<size_t>(row);
+    const int64_t tried = std::min<int64_t>({verified[at], int64_t{accepted[at]} + 1, confidences.columns});
+    for (int64_t place = 0; place < tried; ++place) {
+      const double value = confidences.at(row, place);
+      const double scaled = value * static_cast<double>(sums.columns);  // compared before it becomes an integer
+      const int64_t bin = scaled > 0 ? static_cast<int64_t>(std::min<double>(scaled, sums.columns - 1)) : 0;
+      sums.at(0, bin) += 1;
+      sums.at(1, bin) += place < accepted[at] ? 1.0 : 0.0;
+      sums.at(2, bin) += value;
+    }
+  }
+}
+
 void rank_drafts(Matrix<const float> gains, std::span<const int32_t> contexts, double row_price, double context_price,
                  std::span<int32_t> order) {
   const auto size = order.size();

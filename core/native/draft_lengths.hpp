@@ -54,6 +54,21 @@ void forecast_drafts(const Confidences& confidences, std::span<const int32_t> se
 void add_verified(const Confidences& confidences, std::span<const int32_t> seqs, std::span<const int32_t> verified,
                   std::span<const int32_t> accepted, Matrix<double> sums);
 
+// What is remembered of drafts' confidences, by handle and place, and what they are usually like, by place.
+struct Book {
+  Matrix<float> newest, recent, older, habit;
+  std::span<float> usual;
+};
+
+// Enters one block of confidences for each handle, distinct ones; what is not a number counts as 0.
+void enter_block(const Book& book, std::span<const int32_t> seqs, Matrix<const float> confidences, float habit_weight,
+                 float usual_weight);
+
+// Adds drafts whose predecessors were all kept to `sums` [3, B], by bins of their confidence: drafts, those that were
+// kept, and the confidence.
+void add_reliability(Matrix<const float> confidences, std::span<const int32_t> verified,
+                     std::span<const int32_t> accepted, Matrix<double> sums);
+
 // Writes flat indices of `gains` by gain / (row_price + context_price * context), highest first, stable.
 void rank_drafts(Matrix<const float> gains, std::span<const int32_t> contexts, double row_price, double context_price,
                  std::span<int32_t> order);

@@ -102,6 +102,40 @@ void bind_draft_lengths(py::module_& m) {
       py::arg("confidences"), py::arg("seqs"), py::arg("verified"), py::arg("accepted"), py::arg("sums"),
       py::arg("stand_in") = py::none());
   m.def(
+      "enter_block",
+      [](const py::array& newest, const py::array& recent, const py::array& older, const py::array& habit,
+         const py::array& usual, const py::array& seqs, const py::array& confidences, float habit_weight,
+         float usual_weight) {
+        const auto shape = matrix<float>("newest", newest);
+        const auto rows = handles(seqs, shape.rows);
+        const auto given = matrix<float>("confidences", confidences, static_cast<py::ssize_t>(rows.size()));
+        if (given.columns < shape.columns) {
+          throw std::invalid_argument(text("confidences has ", given.columns, " columns; need ", shape.columns));
+        }
+        const auto writable = [&](const char* name, const py::array& array) {
+          return writable_matrix<float>(name, array, shape.rows, shape.columns);
+        };
+        const Book book{writable("newest", newest), writable("recent", recent), writable("older", older),
+                        writable("habit", habit), {}};
+        vector<float>("usual", usual, shape.columns);
+        if (!usual.writeable()) throw std::invalid_argument("usual is read-only");
+        enter_block({book.newest, book.recent, book.older, book.habit,
+                     {static_cast<float*>(const_cast<void*>(usual.data())), static_cast<size_t>(shape.columns)}},
+                    rows, given, habit_weight, usual_weight);
+      },
+      py::arg("newest"), py::arg("recent"), py::arg("older"), py::arg("habit"), py::arg("usual"), py::arg("seqs"),
+      py::arg("confidences"), py::arg("habit_weight"), py::arg("usual_weight"));
+  m.def(
+      "add_reliability",
+      [](const py::array& confidences, const py::array& verified, const py::array& accepted, const py::array& sums) {
+        const auto given = matrix<float>("confidences", confidences);
+        if (sums.ndim() != 2 || sums.shape(1) < 1) throw std::invalid_argument("sums needs the shape [3, 1 or more]");
+        add_reliability(given, vector<int32_t>("verified", verified, given.rows),
+                        vector<int32_t>("accepted", accepted, given.rows),
+                        writable_matrix<double>("sums", sums, 3, sums.shape(1)));
+      },
+      py::arg("confidences"), py::arg("verified"), py::arg("accepted"), py::arg("sums"));
+  m.def(
       "rank_drafts",
       [](const py::array& gains, const py::array& contexts, double row_price, double context_price) {
         const auto table = matrix<float>("gains", gains);

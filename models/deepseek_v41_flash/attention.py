@@ -86,7 +86,6 @@ class Attention(ABC, Generic[C]):
         self._q_norm = Norm(ops, attn.q_norm, config.rms_norm_eps, quantised=wants_quantised(numerics, *behind))
         self._wq_b = Linear(ops, attn.wq_b, numerics)
         self.window_kv = WindowKV(ops, config, attn, cos_sin, numerics)
-        self._wo_a = place_weight(ops, attn.wo_a)
         self._wo_b = Linear(ops, attn.wo_b, numerics)
         self._sink = place(ops, attn.attn_sink.float())
         self._rotate_q = ops.bind(q_norm_rope, heads=self.heads, dim=self.dim)
@@ -94,6 +93,7 @@ class Attention(ABC, Generic[C]):
         self._attend = ops.bind(sparse_attn, heads=self.heads, dim=self.dim, **kinds)
         self._rotate_o = ops.bind(o_rope, heads=self.heads, dim=self.dim, groups=self.groups)
         self._project_o = ops.bind(linear_grouped_o, groups=self.groups, n=attn.wo_a.shape[-2], k=attn.wo_a.shape[-1])
+        self._wo_a = self._project_o.prepare("weight", place_weight(ops, attn.wo_a))
 
     def __call__(self, x: Rows, step: C) -> Tensor:
         """[T, H] collapsed, normed rows to [T, H]; stores this layer's records on the way."""

@@ -34,7 +34,6 @@ class Experts:
         self._dtype = numerics.dtype
         self._router = Linear(ops, weights.gate, numerics, out_dtype=torch.float32)
         self._bias = place(ops, weights.bias.float())
-        self._w13, self._w2 = place_weight(ops, weights.w13), place_weight(ops, weights.w2)
         self._shared13 = Linear(ops, weights.shared_w13, numerics)
         self._shared2 = Linear(ops, weights.shared_w2, numerics)
         rounding = numerics.activation_rounding
@@ -48,9 +47,11 @@ class Experts:
             swiglu_quant, width=weights.shared_w13.shape[-2] // 2, fmt=self._shared_fmt or "plain"
         )
         kind = weights.w13.fmt if isinstance(weights.w13, QTensor) else "plain"
-        dims = {"experts": self.num_experts, "weight": kind}
+        dims = {"experts": self.num_experts, "weight": kind, "choices": per_token}
         self._gemm13 = ops.bind(moe_grouped_gemm, n=weights.w13.shape[-2], k=weights.w13.shape[-1], **dims)
         self._gemm2 = ops.bind(moe_grouped_gemm, n=weights.w2.shape[-2], k=weights.w2.shape[-1], **dims)
+        self._w13 = self._gemm13.prepare("weight", place_weight(ops, weights.w13))
+        self._w2 = self._gemm2.prepare("weight", place_weight(ops, weights.w2))
 
     def __call__(self, x: Rows, step: RowContext) -> Tensor:
         """[T, H] collapsed, normed rows to [T, H]."""

@@ -71,7 +71,6 @@ class Linear:
         out_dtype: torch.dtype | None = None,
         out_scale: float = 1.0,
     ) -> None:
-        self.weight = place_weight(ops, weight)
         self.out_dtype = out_dtype or numerics.dtype
         self.out_scale = out_scale
         n, k = weight.shape[-2:]
@@ -79,8 +78,10 @@ class Linear:
             rounding = numerics.activation_rounding
             self._mx = ops.bind(linear_mx, n=n, k=k, weight=weight.fmt, x="mxfp8" if rounding else "plain")
             self._quantize = ops.bind(quantize, k=k, fmt="mxfp8") if rounding else None
+            self.weight = self._mx.prepare("weight", place_weight(ops, weight))
         else:
             self._bf16 = ops.bind(linear_bf16, n=n, k=k, weight=str(weight.dtype))
+            self.weight = self._bf16.prepare("weight", place_weight(ops, weight))
 
     def __call__(self, x: Rows) -> Tensor:
         """[T, K] to [T, N]."""

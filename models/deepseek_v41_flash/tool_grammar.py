@@ -7,6 +7,7 @@ all other schemas, and strings that a schema restricts by more than a list, are 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -24,6 +25,7 @@ _ANNOTATIONS = frozenset(
 _DEFINITIONS = ("$defs", "definitions")
 _OF_ARGUMENTS = frozenset(("type", "properties", "required", "additionalProperties", *_DEFINITIONS)) | _ANNOTATIONS
 _MAX_NAME = 256  # what the parser looks for
+_SURROGATE = re.compile("[\ud800-\udfff]")  # half of a pair is no character, and no token spells it
 
 # Text that cannot close its own parameter: "</" and the bar that begins the marker never follow one another in it.
 _RAW_TEXT = r"""
@@ -68,17 +70,20 @@ def tool_grammar(
 
 def _invoke(number: int, function: Mapping[str, Any], place: str, schema_to_rules: SchemaToRules) -> list[str]:
     """The rules of one tool's call, `invoke{number}` first."""
-    schema = function.get("parameters") or {}
+    schema = function.get("parameters")
+    schema = {} if schema is None else schema
     place = f"{place}.parameters"
     if not isinstance(schema, Mapping) or schema.get("type", "object") != "object":
         raise ValueError(f"{place} must be the schema of an object, got {shown(schema)}")
-    unknown = sorted(schema.keys() - _OF_ARGUMENTS)
+    unknown = sorted(map(shown, schema.keys() - _OF_ARGUMENTS))
     if unknown:
-        raise ValueError(f"{place} has {', '.join(map(shown, unknown))}, which calls do not support at the top")
+        raise ValueError(f"{place} has {', '.join(unknown)}, which calls do not support at the top")
     properties, required = schema.get("properties", {}), schema.get("required", [])
     if not isinstance(properties, Mapping):
         raise ValueError(f"{place}.properties must be an object, got {shown(properties)}")
-    missing = [name for name in required if name not in properties]
+    if not isinstance(required, list | tuple):
+        raise ValueError(f"{place}.required must be a list of names, got {shown(required)}")
+    missing = [name for name in required if not isinstance(name, str) or name not in properties]
     if missing:
         raise ValueError(f"{place}.required names {', '.join(map(shown, missing))}, which properties lacks")
     shared = {name: schema[name] for name in _DEFINITIONS if name in schema}
@@ -120,11 +125,12 @@ def _listed_texts(schema: Any) -> list[str] | None:
     if not isinstance(schema, Mapping) or not schema.keys() - _ANNOTATIONS - {"type"} <= {"enum", "const"}:
         return None
     listed = [schema["const"]] if "const" in schema else schema.get("enum")
-    if not isinstance(listed, Sequence) or not listed or schema.get("type", "string") != "string":
+    among = schema.get("enum", listed)
+    if not isinstance(among, list | tuple) or not listed or schema.get("type", "string") != "string":
         return None
-    if "const" in schema and schema["const"] not in schema.get("enum", listed):
+    if "const" in schema and schema["const"] not in among:
         return None  # nothing satisfies it, which is for others to say
-    texts = [text for text in listed if isinstance(text, str) and DSML not in text]
+    texts = [text for text in listed if isinstance(text, str) and DSML not in text and not _SURROGATE.search(text)]
     return texts if len(texts) == len(listed) else None
 
 
@@ -136,11 +142,17 @@ def _takes_any_text(schema: Any) -> bool:
     if asserted <= {"type"}:
         kind = schema.get("type", "string")
         return kind == "string" or (isinstance(kind, list) and "string" in kind)
-    return asserted == {"anyOf"} and any(_takes_any_text(branch) for branch in schema["anyOf"])
+    branches = schema["anyOf"] if asserted == {"anyOf"} else None
+    return isinstance(branches, list | tuple) and any(map(_takes_any_text, branches))
 
 
-def _checked(name: str, place: str) -> str:
-    if not name or len(name) > _MAX_NAME or any(letter in name for letter in '"｜\n'):
+def _checked(name: object, place: str) -> str:
+    if (
+        not isinstance(name, str)
+        or not 0 < len(name) <= _MAX_NAME
+        or any(letter in name for letter in '"｜\n')
+        or _SURROGATE.search(name)
+    ):
         raise ValueError(f"{place}: the name {shown(name)} cannot be written in a call")
     return name
 

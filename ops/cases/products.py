@@ -50,6 +50,12 @@ def linear_mx_cases() -> Iterable[Case]:
         yield Case(f"accumulator, {weight}", bound(make, rows=17, **keywords), "small", ("x", "acc"))
         keywords = {"n": 1, "k": 32, "x": "mxfp8", "weight": weight, "out": "f32"}
         yield Case(f"one output, {weight}", bound(make, rows=9, **keywords), "small", ("x",))
+        for x, out, rows in (("mxfp8", "bf16", 1), ("mxfp8", "f32", 70), ("bf16", "bf16", 200), ("f32", "f32", 9)):
+            keywords = {"n": 256, "k": 384, "x": x, "weight": weight, "out": out}
+            label = f"whole blocks, {rows} rows, {x} x {weight} to {out}"
+            yield Case(label, bound(make, rows=rows, **keywords), "small", ("x",))
+        keywords = {"n": 128, "k": 128, "x": "mxfp8", "weight": weight, "out": "bf16", "acc": True}
+        yield Case(f"whole blocks, accumulator, {weight}", bound(make, rows=21, **keywords), "small", ("x", "acc"))
     yield Case("every weight code", _every_weight_code, "small", ("x",))
     for name, n, k in (
         ("q_a and kv", 1792, 5120),
@@ -119,6 +125,9 @@ def linear_grouped_o_cases() -> Iterable[Case]:
             keywords = {"groups": groups, "n": 20, "k": 64, "x": x, "weight": weight}
             names = ((f"{groups} groups, {n}, {x} x {weight}", {"rows": r, **keywords}) for n, r in row_counts())
             yield from cases_of(make, ("x",), names)
+    for x in ("bf16", "f32"):
+        keywords = {"rows": 37, "groups": 2, "n": 128, "k": 256, "x": x, "weight": "mxfp8"}
+        yield Case(f"whole blocks, {x} x mxfp8", bound(make, **keywords), "small", ("x",))
     keywords = {"rows": 32, "groups": 8, "n": 1024, "k": 4096, "x": "bf16", "weight": "mxfp8"}
     yield Case("model o groups", bound(make, **keywords), "real", ("x",))
 
@@ -265,6 +274,9 @@ def moe_grouped_gemm_cases() -> Iterable[Case]:
         for name, count in counts.items():
             keywords = {"counts": count, "n": 40, "k": 96, "x": x, "weight": weight, "out": out}
             yield Case(f"{name}, {x} x {weight} to {out}", bound(make, **keywords), "small", ("x",))
+    for x, weight, out in (("mxfp8", "mxfp4", "bf16"), ("bf16", "mxfp8", "f32"), ("f32", "mxfp4", "f32")):
+        keywords = {"counts": (0, 3, 70, 0, 9), "n": 256, "k": 256, "x": x, "weight": weight, "out": out}
+        yield Case(f"whole blocks, {x} x {weight} to {out}", bound(make, **keywords), "small", ("x",))
     keywords = {"counts": (0, 0), "spare": 0, "n": 40, "k": 96, "x": "bf16", "weight": "bf16", "out": "bf16"}
     yield Case("MN-5 no rows at all", bound(make, **keywords), "small", ("x",))
     for name, n, k in (("up and gate", 4608, 5120), ("down", 5120, 2304)):

@@ -18,6 +18,7 @@ from deepinfer.ops.sync_guard import SyncGuard
 
 SMALL = {"block_size": 16, "max_num_batched_tokens": 40, "max_num_seqs": 3, "max_model_len": 64}
 PROMPTS = [[7, 9, 11, 3, 5], [2, 4, 6, 8], [1] * 9]
+CAPTURE = {"a decode step is captured"}
 PARAMS = [
     SamplingParams(max_tokens=12, temperature=0, ignore_eos=True, logprobs=1),
     SamplingParams(max_tokens=12, seed=1, ignore_eos=True),
@@ -89,7 +90,7 @@ def test_the_host_waits_for_nothing_but_the_step_that_it_collects(fake, monkeypa
     assert all(len(o.outputs[0].token_ids) == 12 for o in outputs)
     assert waits
     assert {part for part, _ in waits} == {"collecting"}
-    assert llm.stats.permitted_waits == {}
+    assert llm.stats.permitted_waits.keys() <= CAPTURE
     if settings:
         assert sum(llm.stats.speculation.verified) > 0
 
@@ -156,7 +157,7 @@ def test_waits_that_a_request_asks_for_are_counted_apart(fake, monkeypatch) -> N
     params = [replace(PARAMS[0], logits_processors={"same": None}), PARAMS[1], PARAMS[2]]
     run(llm, guard, monkeypatch, params)
     stats = llm.stats
-    assert stats.permitted_waits.keys() == {"a user's function changes logits"}
+    assert stats.permitted_waits.keys() - CAPTURE == {"a user's function changes logits"}
     assert stats.permitted_waits["a user's function changes logits"] >= 3
     run(llm, guard, monkeypatch, [replace(PARAMS[0], presence_penalty=0.5), PARAMS[1], PARAMS[2]])
     assert llm.stats.permitted_waits == stats.permitted_waits
@@ -168,4 +169,4 @@ def test_engram_tables_on_the_host_do_not_make_the_engine_wait_here(fake, monkey
     llm, guard = fake(engram="mmap", speculation="coupled")
     _, waits = run(llm, guard, monkeypatch)
     assert {part for part, _ in waits} == {"collecting"}
-    assert llm.stats.permitted_waits == {}
+    assert llm.stats.permitted_waits.keys() <= CAPTURE

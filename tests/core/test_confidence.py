@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from deepinfer.core._native import add_verified, forecast_drafts
+from deepinfer.core._native import add_reliability, add_verified, enter_block, forecast_drafts
 from deepinfer.core.confidence import Calibration, ConfidenceBook, Forecaster
 
 SEQS = np.array([3, 1], np.int32)
@@ -231,3 +231,47 @@ def test_requests_that_wait_and_others_are_judged_by_what_is_known_of_each(rejec
     alone = forecaster(rejection, [0.5, 0.5, 0.5], [0.9, 0.8, 0.5]).of_drafted(SEQS)
     assert forecast.share[1].tolist() == alone.share[1].tolist()
     assert forecast.budget[1].tolist() == alone.budget[1].tolist()
+
+
+def test_a_block_is_entered_for_its_handles_alone_and_nothing_but_a_number_counts() -> None:
+    book = ConfidenceBook(4, 2)
+    book.recent[:] = 0.25
+    old = {name: getattr(book, name).copy() for name in ("newest", "recent", "older", "_habit")}
+    given = np.array([[np.nan, 2.0, 9.0], [-np.inf, 0.5, 9.0]], np.float32)  # a block may be longer than what is used
+    book.arrived(ints(4, 2), given)
+    assert book.newest[[4, 2]].tolist() == book.recent[[4, 2]].tolist() == [[0.0, 1.0], [0.0, 0.5]]
+    assert (book.older[[4, 2]] == 0.25).all()
+    assert book._habit[4] == pytest.approx(0.8 * 0.7 + 0.2 * np.array([0.0, 1.0]))
+    assert book._usual == pytest.approx(0.95 * 0.7 + 0.05 * np.array([0.0, 0.75]))
+    for name, before in old.items():
+        assert (getattr(book, name)[[0, 1, 3]] == before[[0, 1, 3]]).all(), name
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"seqs": ints(5)}, "seqs names row 5"),
+        ({"confidences": np.zeros((1, 1), np.float32)}, "confidences has 1 columns; need 2"),
+        ({"confidences": np.zeros((2, 2), np.float32)}, "confidences has shape"),
+        ({"usual": np.zeros(3, np.float32)}, "usual has shape"),
+        ({"habit": np.zeros((5, 2))}, "habit has shape"),
+    ],
+)
+def test_a_block_of_another_shape_changes_nothing(change, message) -> None:
+    arrays = {name: np.zeros((5, 2), np.float32) for name in ("newest", "recent", "older", "habit")}
+    arrays |= {"usual": np.zeros(2, np.float32), "seqs": ints(1), "confidences": np.ones((1, 2), np.float32)} | change
+    with pytest.raises(ValueError, match=message):
+        enter_block(**arrays, habit_weight=0.5, usual_weight=0.5)
+    assert not any(arrays[name].any() for name in ("newest", "recent", "older", "habit", "usual"))
+
+
+def test_drafts_are_binned_up_to_the_first_that_was_dropped() -> None:
+    sums = np.zeros((3, 2))
+    confidences = np.array([[0.25, 0.5, 1.0], [0.75, np.nan, 0.5]], np.float32)
+    add_reliability(confidences, ints(3, 1), ints(1, 1), sums)
+    assert sums.tolist() == [[1, 2], [1, 1], [0.25, 1.25]]
+    with pytest.raises(ValueError, match="verified has shape"):
+        add_reliability(confidences, ints(3), ints(1, 1), sums)
+    with pytest.raises(ValueError, match="sums"):
+        add_reliability(confidences, ints(3, 1), ints(1, 1), np.zeros((2, 2)))
+    assert sums.sum() == 6.5

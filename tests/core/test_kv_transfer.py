@@ -1,5 +1,6 @@
 """Prefixes that one engine computed and another continues: the bits are those of a request alone, or it is refused."""
 
+import json
 import random
 from dataclasses import replace
 
@@ -297,7 +298,12 @@ def test_a_file_holds_all_of_it_and_nothing_unfinished_stays(tmp_path) -> None:
         ({"version": "2"}, {}, "of version 2; this release reads 1"),
         ({"layout": "{}"}, {}, "its header is damaged: KeyError"),
         ({"layout": "no json"}, {}, "its header is damaged: JSONDecodeError"),
+        ({"layout": "[" * 100_000}, {}, "its header is damaged: RecursionError"),
+        ({"layout": "[]"}, {}, "its header is damaged: TypeError"),
         ({"salt": "x"}, {}, "its header is damaged: ValueError"),
+        ({"salt": "-1"}, {}, "salt is -1; it has 64 bits"),
+        ({"salt": str(1 << 64)}, {}, "it has 64 bits"),
+        ({"checksum": "0"}, {}, "its records are damaged: they do not have the checksum 0"),
         ({}, {"blocks": torch.zeros(2, 3, dtype=torch.uint8)}, r"blocks has shape \[2, 3\]"),
         ({}, {"keys": torch.zeros(1, dtype=torch.int64)}, r"keys has shape \[1\]; expected \[2\]"),
         ({}, {"keys": torch.zeros(2, dtype=torch.float64)}, "keys is torch.float64; expected torch.int64"),
@@ -314,6 +320,60 @@ def test_damaged_files_are_refused(header, tensors, message, tmp_path) -> None:
     save_file(load_file(path) | tensors, path, about | header)
     with pytest.raises(KVTransferError, match=message):
         KVBundle.load(path)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"block_size": "16"}, "layout.block_size is '16'; expected an integer, at least 1"),
+        ({"block_size": 16.0}, "layout.block_size is 16.0"),
+        ({"window_page": 0}, "layout.window_page is 0"),
+        ({"page_bytes": -1}, "layout.page_bytes is -1; expected an integer, at least 0"),
+        ({"block_records": [{}]}, "layout.block_records"),
+        ({"colour": 1}, "colour"),
+    ],
+)
+def test_damaged_layouts_are_refused(changed, message, tmp_path) -> None:
+    path = tmp_path / "a.safetensors"
+    exported(text(0, 40)).save(path)
+    with safe_open(path, framework="pt") as file:
+        about = file.metadata()
+    about["layout"] = json.dumps(json.loads(about["layout"]) | changed)
+    save_file(load_file(path), path, about)
+    with pytest.raises(KVTransferError, match=f"its header is damaged: .*{message}"):
+        KVBundle.load(path)
+
+
+def test_no_changed_bit_of_a_file_gets_in(tmp_path) -> None:
+    path = tmp_path / "a.safetensors"
+    bundle = exported(text(0, 40))
+    bundle.save(path)
+    whole, rng = path.read_bytes(), random.Random(0)
+    for _ in range(200):
+        data = bytearray(whole)
+        data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+        path.write_bytes(data)
+        try:
+            loaded = KVBundle.load(path)
+        except KVTransferError:
+            continue
+        # The hit was the header's layout or salt, which an engine compares with its own.
+        assert (loaded.layout, loaded.salt) != (bundle.layout, bundle.salt)
+        with open_llm() as llm, pytest.raises(KVTransferError):
+            llm.engine.import_blocks(loaded)
+
+
+def test_a_bundle_that_cannot_be_written_says_so(tmp_path) -> None:
+    with pytest.raises(OSError, match="cannot be written"):
+        exported(text(0, 40)).save(tmp_path / "absent" / "a.safetensors")
+
+
+@pytest.mark.parametrize(
+    "source", [5, None, b"abcd", [[1, 2], [3, 4]], [[1], [2, 3]], [1 << 31], [1 << 70], ["a"], [1.5]]
+)
+def test_what_is_no_list_of_token_ids_is_not_exported(source) -> None:
+    with open_llm() as llm, pytest.raises(KVTransferError, match="a live request's id or a list of token ids"):
+        llm.engine.export_blocks(source)
 
 
 def test_a_file_that_is_cut_off_is_refused(tmp_path) -> None:

@@ -12,6 +12,7 @@ from deepinfer.core.shapers import FixedShape
 TRAITS = (
     "waits",
     "is_shaped",
+    "follows_form",
     "wants_logprobs",
     "scores_prompt",
     "is_irregular",
@@ -93,9 +94,9 @@ def test_traits_follow_from_what_was_asked(table, blocks) -> None:
     slow.chunk_size = 1
     shaped.shaper = FixedShape(SamplingParams(logit_bias={3: 1.0}), 64)
     assert traits(slow) == {"is_irregular"}
-    assert traits(shaped) == {"is_shaped", "is_recorded_by_token"}
+    assert traits(shaped) == {"is_shaped"}
     shaped.waits = True
-    assert traits(shaped) == {"is_shaped", "is_recorded_by_token", "waits", "is_irregular"}
+    assert traits(shaped) == {"is_shaped", "is_recorded_by_token", "waits"}
 
 
 def test_ids_that_end_somebody_are_counted_while_they_run(table, blocks) -> None:

@@ -97,6 +97,13 @@ def test_a_shape_knows_when_nothing_is_left() -> None:
     assert RowShape(mask=pack_mask([3, 4], VOCAB), forbidden=ints(3, 4)).allows_nothing(VOCAB)
     assert not RowShape(mask=pack_mask([3, 4], VOCAB), forbidden=ints(3)).allows_nothing(VOCAB)
     assert not RowShape(mask=pack_mask([], VOCAB), forced=5).allows_nothing(VOCAB)
+    assert RowShape(mask=pack_mask([3, 4], VOCAB), forced=5).forbids_what_it_forces
+    assert RowShape(forbidden=ints(4, 5), forced=5).forbids_what_it_forces
+    for shape in (
+        RowShape(mask=pack_mask([3, 5], VOCAB), forbidden=ints(3), forced=5),
+        RowShape(mask=pack_mask([], 9)),
+    ):
+        assert not shape.forbids_what_it_forces
 
 
 def test_drafts_are_counted_as_if_they_had_been_emitted() -> None:

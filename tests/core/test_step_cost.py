@@ -29,6 +29,14 @@ def test_the_first_steps_do_not_count() -> None:
     assert fed(StepCost(64), [(8, 0, 1e-3)] * 8).seconds(8) == pytest.approx(1e-3, rel=1e-3)
 
 
+def test_times_of_zero_are_forgotten_once_there_are_others() -> None:
+    cost = fed(StepCost(64), [(8, 0, 0.0)] * 20)
+    assert cost.is_known and (cost.seconds([1, 8, 64]) == 0).all()
+    for _ in range(400):
+        cost.observe(8, 0, 1e-3)
+    assert cost.seconds(8) == pytest.approx(1e-3, rel=2e-2)
+
+
 def test_one_number_of_rows_makes_a_flat_curve() -> None:
     """Rows that were never tried are not thought dear, so that they are tried."""
     cost = fed(StepCost(2048), [(48, 0, 2e-3)] * 10)

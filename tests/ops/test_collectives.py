@@ -1,9 +1,13 @@
 """Collectives over host memory: values, order of sums, shapes, splits, failures and who is named."""
 
+import json
+import socket
+import threading
 import time
 
 import pytest
 import torch
+from torch.distributed import HashStore, PrefixStore
 
 from deepinfer.ops.collectives import Communicator, Rendezvous
 from deepinfer.ops.defaults import RuntimeDefaults
@@ -337,11 +341,29 @@ def test_a_closed_communicator_says_so_and_closes_twice():
 
 
 def test_a_rank_that_never_comes_is_named():
-    from torch.distributed import HashStore
-
     with pytest.raises(CollectiveTimeoutError, match="join: rank 0 did not come") as caught:
         HostRuntime().communicator(Rendezvous(1, 2, HashStore(), timeout=0.2))
     assert (caught.value.rank, caught.value.op) == (0, "join")
+
+
+def test_a_stranger_that_connects_and_says_nothing_does_not_hold_up_the_group(monkeypatch):
+    monkeypatch.setattr("deepinfer.ops.sockets._HELLO_SECONDS", 0.1)
+    store, outcomes = HashStore(), [None, None]
+
+    def rank(place):
+        group = HostRuntime().communicator(Rendezvous(place, 2, store, 20.0))
+        outcomes[place] = group.all_reduce(torch.tensor([place + 1])).item()
+        group.close()
+
+    first, second = (threading.Thread(target=rank, args=(place,)) for place in range(2))
+    first.start()
+    cards = PrefixStore("deepinfer", store)
+    cards.wait(["here/0"])
+    with socket.create_connection(json.loads(cards.get("here/0"))["address"]):
+        second.start()
+        first.join()
+        second.join()
+    assert outcomes == [3, 3]
 
 
 def test_big_messages_pass_in_both_directions_at_once():
@@ -371,8 +393,6 @@ def test_a_group_of_one_is_the_identity_and_makes_new_tensors():
 
 
 def test_a_runtime_without_ranks_refuses_more_than_one():
-    from torch.distributed import HashStore
-
     runtime = RuntimeDefaults()
     assert runtime.communicator(Rendezvous()).world_size == 1
     with pytest.raises(NotImplementedError, match=r"capabilities\.collectives is False"):
@@ -385,7 +405,8 @@ def test_a_runtime_without_ranks_refuses_more_than_one():
         ({"rank": 2, "world_size": 2}, "rank 2 of 2; ranks run from 0 to 1"),
         ({"rank": -1}, "rank -1 of 1"),
         ({"world_size": 2}, "need a store"),
-        ({"timeout": 0.0}, "must be above 0"),
+        ({"timeout": 0.0}, "must be a finite number above 0"),
+        ({"timeout": float("inf")}, "must be a finite number above 0"),
     ],
 )
 def test_a_rendezvous_checks_itself(fields, text):

@@ -110,6 +110,7 @@ class Facts:
         num_stored_tokens: tokens that were not computed again.
         num_accepted_drafts: drafted tokens that became part of an answer.
         leaks: what the pool did not get back; empty when all is well.
+        num_graph_steps: steps that ran as captured graphs.
     """
 
     requests: tuple[RequestFacts, ...]
@@ -118,6 +119,7 @@ class Facts:
     num_stored_tokens: int = 0
     num_accepted_drafts: int = 0
     leaks: tuple[str, ...] = ()
+    num_graph_steps: int = 0
 
 
 def _entry(entry: Mapping[int, Logprob] | None) -> object:

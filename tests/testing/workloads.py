@@ -231,7 +231,15 @@ def run(
         raise WorkloadError(f"workload {workload.seed}: no result for requests {missing}")
     in_order = tuple(outputs[i] for i in range(len(outputs)))
     accepted = sum(engine.speculation.accepted) if engine.speculation is not None else 0
-    return Facts(in_order, stats.num_steps, stats.num_preemptions, stats.prefix_hit_tokens, accepted, tuple(leaks))
+    return Facts(
+        in_order,
+        stats.num_steps,
+        stats.num_preemptions,
+        stats.prefix_hit_tokens,
+        accepted,
+        tuple(leaks),
+        stats.num_graph_steps,
+    )
 
 
 def oracle(

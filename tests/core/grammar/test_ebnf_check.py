@@ -58,3 +58,13 @@ def test_other_patterns_are_refused(pattern, what) -> None:
     with pytest.raises(GrammarError, match="regex: ") as caught:
         check_regex(pattern)
     assert what in str(caught.value)
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_long_chain_of_rules_is_read_once(order) -> None:
+    """Quadratic work on these would take minutes."""
+    names = [f"r{place}" for place in range(20_000)]
+    rules = [f"{name} ::= {after}" for name, after in zip(names, [*names[1:], '"a"'], strict=True)]
+    check_ebnf("\n".join([f"root ::= {' | '.join(names[::order])}", *rules]))
+    with pytest.raises(GrammarError, match=r"rule 'r.*' can never match"):
+        check_ebnf("\n".join([f"root ::= {' | '.join(names[::order])}", *rules[:-1], f"{names[-1]} ::= root"]))

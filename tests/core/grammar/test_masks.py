@@ -7,9 +7,9 @@ import pytest
 
 from deepinfer.core.errors import RequestError
 from deepinfer.core.grammar.gates import ThinkingGate
-from deepinfer.core.grammar.masks import GrammarMasks
+from deepinfer.core.grammar.masks import GrammarMasks, bits_of, forbid_unless_all
 from deepinfer.core.grammar.matching import Matcher
-from deepinfer.core.grammar.shaper import GrammarShaper
+from deepinfer.core.grammar.shaper import GrammarShaper, accept_each
 from deepinfer.core.grammar.spec import StructuralTag, StructuredOutput, Tag
 from deepinfer.core.shaping import PLAIN, pack_mask, unpack_mask
 from deepinfer.testing.workloads import cpu_ops
@@ -224,3 +224,60 @@ def test_buffers_grow_and_take_turns(make, masks) -> None:
     assert masks.send().shape == (1, VOCAB // 32)
     want = pack_mask(sorted(allowed(make("choice").shape(())[0])), VOCAB)
     assert (first == want).all()
+
+
+def test_answers_with_one_row_have_the_masks_that_they_would_have_alone(make, masks) -> None:
+    def answers():
+        """An end that is forbidden, one that is all there is, one that is not early any more, and no form of it."""
+        return [
+            make_behind(make, "left recursion", [68]),
+            make("left recursion", min_tokens=3),
+            make_behind(make, "choice", letters("no")),
+            *(make(name, min_tokens=2) for name in SPECS),
+        ]
+
+    early = make("left recursion", min_tokens=3)
+    early.accept([68])
+    over = make("choice", min_tokens=9)
+    over.accept(letters("no"))
+    single, twins = [*answers(), early, over], [*answers(), early, over]
+    walked = make("regex")
+    assert masks.fill([(walked, [67])], single)
+    sent = masks.send().numpy()
+    assert len(sent) == len(single) + 2 and masks.num_rows == len(sent)
+    for row, twin in zip(sent, twins, strict=False):
+        assert (row == twin.shape(())[0].mask).all()
+    rows = walked.shape([67])
+    assert [row.mask_row for row in rows] == [len(single), len(single) + 1]
+    assert allowed(rows[0]) == allowed(make("regex").shape(())[0])
+
+
+def test_a_broken_answer_among_those_with_one_row_is_told(make, masks) -> None:
+    class Broken(Matcher):
+        def __init__(self):
+            self.inner = None
+
+    shapers = [make("regex"), make("choice")]
+    shapers[1]._matcher = Broken()
+    assert not masks.fill([], shapers) and masks.num_rows == 0
+    assert allowed(shapers[0].shape(())[0]) == allowed(make("regex").shape(())[0])
+
+
+def test_ids_are_forbidden_but_where_nothing_else_is_allowed() -> None:
+    masks = np.stack([pack_mask(ids, 96) for ids in ((0, 31, 40, 95), (31, 95), (), (5,), (31, 32))])
+    forbid_unless_all(masks, [0, 1, 2, 3], bits_of([95, 31, 31]))
+    left = [np.flatnonzero(unpack_mask(mask, 96)).tolist() for mask in masks]
+    assert left == [[0, 40], [31, 95], [], [5], [31, 32]]
+    forbid_unless_all(masks, [4], bits_of(()))
+    assert np.flatnonzero(unpack_mask(masks[4], 96)).tolist() == [31, 32]
+
+
+def test_answers_go_on_together_as_each_alone(make) -> None:
+    shapers = [make("regex"), make("choice"), make("left recursion")]
+    assert accept_each(shapers, [67, *letters("n"), 68]) == {}
+    twins = [make_behind(make, name, [token]) for name, token in (("regex", 67), ("choice", letters("n")[0]))]
+    assert [state(shaper) for shaper in shapers[:2]] == [state(twin) for twin in twins]
+    faults = accept_each(shapers, [68, 80, 67])
+    assert list(faults) == [1] and faults[1].code == "grammar_violated"
+    assert "output token 1 was forced to be id 80" in str(faults[1])
+    assert state(shapers[0]) == state(make_behind(make, "regex", [67, 68]))

@@ -276,3 +276,32 @@ def test_neighbours_get_what_they_get_alone_sx_3(model, tokenizer, grammars, tru
         done, _ = run(model, tokenizer, grammars, truth, MODES["async drafts"], names=names)
         for name in names:
             assert facts(done[name]) == facts(plain_run[name]), (name, names)
+
+
+@pytest.mark.parametrize("mode", ["sync", "async", "async drafts"])
+@pytest.mark.parametrize(
+    ("options", "said", "kept"),
+    [
+        ({"golden_token_ids": [68, 67, 300]}, "output token 2 was forced to be id 300", [68, 67]),
+        ({"golden_token_ids": [EOS]}, f"output token 0 was forced to be id {EOS}", []),
+        (
+            {**form(regex="[a-c]{5}", only_after_thinking=False), "thinking": True, "thinking_budget": 0},
+            f"output token 0 was forced to be id {END_THINK}",
+            [],
+        ),
+    ],
+)
+def test_what_is_forced_against_the_form_ends_that_request(
+    mode, options, said, kept, model, tokenizer, grammars
+) -> None:
+    options = {"max_tokens": 8, "seed": 3, **form(regex="[a-c]{5}"), **options}
+    prompt = [5, 6, *[THINK] * options.pop("thinking", False)]
+    truth = {
+        "forced": (prompt, SamplingParams(**options), []),
+        "plain": ([5, 7], SamplingParams(max_tokens=8, seed=4, ignore_eos=True), []),
+    }
+    done, _ = run(model, tokenizer, grammars, truth, MODES[mode])
+    assert done["forced"].error.code == "grammar_violated"
+    assert said in done["forced"].error.message and "does not allow there" in done["forced"].error.message
+    assert done["forced"].outputs[0].token_ids == kept
+    assert done["plain"].error is None and len(done["plain"].outputs[0].token_ids) == 8

@@ -140,7 +140,14 @@ def test_one_tool_and_one_call_where_asked(follow) -> None:
         ({"anyOf": [{}]}, "has 'anyOf', which calls do not support at the top"),
         ({"properties": {}, "required": ["x"]}, "required names 'x', which properties lacks"),
         ({"properties": {'a"b': {}}}, "cannot be written in a call"),
+        ({"properties": {"a\ud800": {}}}, "cannot be written in a call"),
+        ({"properties": {1: {}}}, "the name 1 cannot be written in a call"),
         ({"properties": []}, "properties must be an object"),
+        ({"properties": {}, "required": 5}, "required must be a list of names"),
+        ({"properties": {}, "required": [[1]]}, r"required names [1], which properties lacks"),
+        ({5: 1, "anyOf": []}, "has '"),
+        (False, "must be the schema of an object, got False"),
+        ([], "must be the schema of an object, got []"),
     ],
 )
 def test_tools_that_cannot_be_written_are_refused_with_their_place(vocabulary, parameters, said) -> None:
@@ -150,6 +157,23 @@ def test_tools_that_cannot_be_written_are_refused_with_their_place(vocabulary, p
     assert said in str(caught.value)
     with pytest.raises(StructuredOutputError, match="no format for calls"):
         source_of(spec(), vocabulary)
+
+
+@pytest.mark.parametrize(
+    ("schema", "said"),
+    [
+        ({"anyOf": 5}, "anyOf"),
+        ({"type": "string", "enum": 5}, "enum"),
+        ({"type": "string", "enum": "ab"}, "enum"),
+        ({"const": "a", "enum": 5}, "enum"),
+        ({"type": "string", "enum": ["a", "\ud800"]}, "half a surrogate pair"),
+        ([], "schema"),
+    ],
+)
+def test_arguments_with_a_malformed_schema_are_refused(vocabulary, schema, said) -> None:
+    tool = {"function": {"name": "f", "parameters": {"properties": {"a": schema}}}}
+    with pytest.raises(StructuredOutputError, match=said):
+        source_of(spec(tools=[tool]), vocabulary, tool_grammar)
 
 
 def test_the_engine_makes_calls_behind_the_reasoning(tokenizer, vocabulary) -> None:
