@@ -17,6 +17,7 @@ from deepinfer.core.grammar.schema_error import child, refuse
 
 MAX_SUBSCHEMAS: Final = 20_000
 MAX_DEPTH: Final = 128
+MAX_VALUES: Final = 5_000
 
 TYPES: Final = ("null", "boolean", "integer", "number", "string", "array", "object")
 
@@ -297,6 +298,8 @@ def _check_other(keyword: str, value: Any, at: str) -> None:
             refuse(at, f"enum is an array of values, not {_kind(value)}")
         if not value:
             refuse(at, "enum without values is satisfied by nothing; name at least one")
+        if len(value) > MAX_VALUES:
+            refuse(at, f"enum has {len(value)} values, and {MAX_VALUES} are the most; say them by type or pattern")
     elif keyword == "required":
         _check_names(keyword, value, at)
     elif keyword == "dependentRequired":

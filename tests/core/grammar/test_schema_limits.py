@@ -50,6 +50,12 @@ def test_choices_that_multiply_are_refused() -> None:
     assert error.pointer.startswith("/allOf/") and "more than 2000 cases" in str(error)
 
 
+def test_an_enum_is_long_or_refused() -> None:
+    assert '"4999"' in schema_to_ebnf({"enum": list(range(5_000))}, LIMITS)
+    error = refused({"properties": {"a": {"enum": list(range(100_000))}}})
+    assert error.pointer == "/properties/a/enum" and "100000 values" in str(error)
+
+
 def test_a_document_that_is_too_deep_or_too_large_is_refused() -> None:
     deep = {}
     for _ in range(400):
