@@ -7,11 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from importlib.util import find_spec
-from typing import Any
+from time import thread_time
+from typing import Any, Final
 
 from deepinfer.core.errors import RequestError
 from deepinfer.core.grammar.vocabulary import GrammarVocabulary
 from deepinfer.core.step_buffers import Int32Array
+
+SLOW_SECONDS: Final = 1e-3
+"""A token that takes longer than this counts against its answer; ordinary ones take microseconds."""
+MAX_SLOW_SECONDS: Final = 2.0
+"""Processor time that the slow tokens of one answer may take in all: everybody waits for them."""
 
 
 def require() -> None:
@@ -69,10 +75,21 @@ class Matcher:
 
     def __init__(self, inner: Any) -> None:
         self.inner = inner
+        self._slow_seconds = 0.0
 
     def accept(self, token: int) -> bool:
         """Go on behind a token; False, and nothing has changed, where the grammar does not allow it."""
-        return bool(self.inner.accept_token(token))
+        began = thread_time()
+        is_allowed = bool(self.inner.accept_token(token))
+        taken = thread_time() - began
+        if taken > SLOW_SECONDS:
+            self._slow_seconds += taken
+        return is_allowed
+
+    @property
+    def is_too_slow(self) -> bool:
+        """Whether the grammar is so ambiguous that going on with it would hold up everybody else."""
+        return self._slow_seconds > MAX_SLOW_SECONDS
 
     @property
     def is_over(self) -> bool:
@@ -102,7 +119,7 @@ class MatcherBatch:
     def accept(matchers: Sequence[Matcher], tokens: Sequence[int]) -> list[bool]:
         """Go on behind one token each; False for those, unchanged, whose grammar does not allow it."""
         # One call for all takes longer: each entry of what it returns is a call of its own.
-        return [m.inner.accept_token(token) for m, token in zip(matchers, tokens, strict=True)]
+        return [matcher.accept(token) for matcher, token in zip(matchers, tokens, strict=True)]
 
     def roll_back(self, matchers: Sequence[Matcher], counts: Sequence[int]) -> None:
         """Go back by so many tokens each."""

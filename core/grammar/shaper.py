@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from deepinfer.core.errors import RequestError
+from deepinfer.core.grammar import matching
 from deepinfer.core.grammar.gates import OPEN, Gate
 from deepinfer.core.grammar.masks import GrammarMasks, bits_of
 from deepinfer.core.grammar.matching import CompiledGrammar, Matcher, MatcherBatch
@@ -78,7 +79,7 @@ class GrammarShaper:
         """See `RowShaper`.
 
         Raises:
-            RequestError: a token that was forced is none that the grammar allows.
+            RequestError: a token that was forced is none that the grammar allows, or the grammar takes too long.
         """
         for token in tokens:
             place, self.num_outputs = self.num_outputs, self.num_outputs + 1
@@ -88,6 +89,8 @@ class GrammarShaper:
             elif not self._is_over:
                 if not self.matcher.accept(token):
                     raise _violation(place, token)
+                if self.matcher.is_too_slow:
+                    raise _slowness(place)
                 self._is_over = token in self._stops
 
 
@@ -103,12 +106,22 @@ def accept_each(shapers: Sequence[GrammarShaper], tokens: Sequence[int]) -> dict
     """
     for shaper in shapers:
         shaper.num_outputs += 1
-    accepted = MatcherBatch.accept([shaper.matcher for shaper in shapers], tokens)
-    if all(accepted):
-        return {}
-    return {
-        place: _violation(shapers[place].num_outputs - 1, tokens[place]) for place, ok in enumerate(accepted) if not ok
-    }
+    matchers = [shaper.matcher for shaper in shapers]
+    faults: dict[int, RequestError] = {}
+    for index, is_allowed in enumerate(MatcherBatch.accept(matchers, tokens)):
+        if not is_allowed:
+            faults[index] = _violation(shapers[index].num_outputs - 1, tokens[index])
+        elif matchers[index].is_too_slow:
+            faults[index] = _slowness(shapers[index].num_outputs - 1)
+    return faults
+
+
+def _slowness(place: int) -> RequestError:
+    return RequestError(
+        "grammar_too_slow",
+        f"the structured output is so ambiguous that matching took more than {matching.MAX_SLOW_SECONDS:g} s of "
+        f"processor time by output token {place}; write each text in one way only",
+    )
 
 
 def _violation(place: int, token: int) -> RequestError:

@@ -10,6 +10,7 @@ import pytest
 
 from deepinfer.core.config import EngineConfig
 from deepinfer.core.engine import Engine
+from deepinfer.core.grammar import matching
 from deepinfer.core.grammar.spec import StructuralTag, StructuredOutput, Tag
 from deepinfer.core.sampling_params import SamplingParams
 from deepinfer.testing import HashModel, ScriptedDraft
@@ -276,6 +277,23 @@ def test_neighbours_get_what_they_get_alone_sx_3(model, tokenizer, grammars, tru
         done, _ = run(model, tokenizer, grammars, truth, MODES["async drafts"], names=names)
         for name in names:
             assert facts(done[name]) == facts(plain_run[name]), (name, names)
+
+
+def test_a_grammar_that_grows_with_each_token_ends_its_request_alone(model, tokenizer, grammars, monkeypatch) -> None:
+    """Each token of an ambiguous grammar takes longer than the one before, and everybody waits for it."""
+    monkeypatch.setattr(matching, "SLOW_SECONDS", 1e-4)
+    monkeypatch.setattr(matching, "MAX_SLOW_SECONDS", 2e-3)
+    truth = {
+        "ambiguous": (
+            [5, 6],
+            SamplingParams(max_tokens=70, min_tokens=70, seed=3, **form(grammar='root ::= root root | "a" | ""')),
+            [],
+        ),
+        "plain": ([5, 7], SamplingParams(max_tokens=40, seed=4, ignore_eos=True), []),
+    }
+    done, _ = run(model, tokenizer, grammars, truth, {})
+    assert done["ambiguous"].error.code == "grammar_too_slow"
+    assert done["plain"].error is None and len(done["plain"].outputs[0].token_ids) == 40
 
 
 @pytest.mark.parametrize("mode", ["sync", "async", "async drafts"])
