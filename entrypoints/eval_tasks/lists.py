@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from deepinfer.entrypoints.eval_tasks.atoms import Atoms
 from deepinfer.entrypoints.eval_tasks.item import Answer, Item, Language
 
@@ -51,7 +53,7 @@ def _item(
     task: str,
     atoms: Atoms,
     language: Language,
-    wordings: dict[str, tuple[str, ...]],
+    wordings: Mapping[str, tuple[str, ...]],
     members: list[str],
     answer: list[str],
 ) -> Item:

@@ -61,13 +61,17 @@ class Run:
         """
         trainer, plan = self.trainer, self.trainer.plan
         began = saved = time.monotonic()
-        first, report = trainer.step, None
+        measured_from, first, report = began, trainer.step, None
         for step, batch in batches(self.folder, plan, trainer.step, self.workers):
             report = trainer.train(batch)
             now = time.monotonic()
             is_over = self.minutes is not None and now - began > 60 * self.minutes
             if (step + 1) % self.log_every == 0 or is_over:
-                self._log(report, (trainer.step - first) * plan.tokens, now - began)
+                self._log(report, (trainer.step - first) * plan.tokens, now - measured_from)
+                if (
+                    measured_from == began
+                ):  # the first stretch compiles and fills queues, so it says nothing of the rest
+                    measured_from, first = time.monotonic(), trainer.step
             if (step + 1) % self.probe_every == 0 and not is_over:
                 self._say(self._measure())
             if is_over:
@@ -98,7 +102,7 @@ class Run:
     def _log(self, report: StepReport, num_tokens: int, seconds: float) -> None:
         trainer = self.trainer
         trainer.check(report)
-        rate = num_tokens / max(seconds, 1e-9)
+        rate = max(num_tokens, 1) / max(seconds, 1e-9)
         left = (trainer.plan.steps - trainer.step) * trainer.plan.tokens / rate / 60
         print(
             f"step {trainer.step}  {report.line()}  {rate:,.0f} tokens/s  {left:.1f} min to the end",

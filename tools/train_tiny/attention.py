@@ -169,7 +169,7 @@ def select(scores: Tensor, topk: int, ratio: int, *, exact: bool) -> Tensor:
     rows, length, count = scores.shape
     if exact:
         chosen = topk_select(scores.flatten(0, 1), topk, _visible_lens(rows, length, ratio, scores.device)).long()
-        return torch.where(chosen < 0, count, chosen).unflatten(0, (rows, length))
+        return torch.where(chosen < 0, count, chosen).view(rows, length, topk)
     best = scores.topk(min(topk, count), dim=-1, sorted=False)
     return torch.where(best.values > -torch.inf, best.indices, count)
 
@@ -183,7 +183,7 @@ def candidates(scores: Tensor, num_blocks: int, block: int, ratio: int) -> Tenso
     chosen = topk_select(best, min(num_blocks, width), valid).long()
     seen = torch.zeros((rows * length, width + 1), dtype=torch.bool, device=scores.device)
     seen.scatter_(1, torch.where(chosen < 0, width, chosen), True)
-    return seen[:, :-1].repeat_interleave(block, 1)[:, :count].unflatten(0, (rows, length))
+    return seen[:, :-1].repeat_interleave(block, 1)[:, :count].reshape(rows, length, count)
 
 
 def _visible_lens(rows: int, length: int, ratio: int, device: torch.device) -> Tensor:

@@ -106,7 +106,10 @@ class BatchMaker:
     def _row(self, step: int, row: int, length: int) -> tuple[Tensor, ...]:
         rng = random.Random(f"{self._plan.seed} {step} {row}")
         pad = self._encoder.pad_token_id
-        ids, positions, documents, weights = ([] for _ in range(4))  # type: tuple[list[float], ...]
+        ids: list[int] = []
+        positions: list[int] = []
+        documents: list[int] = []
+        weights: list[float] = []
         for number, document in enumerate(self._documents(rng, step, row, length)):
             count = len(document.ids)
             room = -(-count // ALIGNMENT) * ALIGNMENT

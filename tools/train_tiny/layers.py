@@ -160,7 +160,7 @@ class Block:
         gate, up = F.linear(x, w1.flatten(0, 1)), F.linear(x, w3.flatten(0, 1))
         hidden = self._swiglu(gate, up).unflatten(1, (logits.shape[1], -1)) * routed[..., None]
         w2 = weights[f"{ffn}.experts.w2.weight"].to(x.dtype).transpose(1, 2).flatten(0, 1)
-        y = (hidden.to(x.dtype).flatten(1) @ w2).float()
+        y: Tensor = (hidden.to(x.dtype).flatten(1) @ w2).float()
         shared = f"{ffn}.shared_experts"
         hidden = self._swiglu(weights.linear(x, f"{shared}.w1"), weights.linear(x, f"{shared}.w3")).to(x.dtype)
         return (y + weights.linear(hidden, f"{shared}.w2").float()).to(x.dtype)

@@ -112,13 +112,14 @@ def draft_losses(
     taught = taught & (part.anchor_counts.flatten()[:, None] > 0)
     targets = best[rows, inside]
     weights = taught.float() / (whole.anchor_counts.sum().clamp(min=1) * count)
-    tokens = sum(
-        (F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none") * weights.flatten()).sum()
+    each = [
+        F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
         for logits in (drafted.logits, drafted.base)
-    )
+    ]
+    tokens = ((each[0] + each[1]) * weights.flatten()).sum()
     accepted = (drafted.logits.detach().argmax(-1) == targets) & taught
     follows = accepted & (targets == anchors.tokens[:, 1:])  # behind another token the text teaches nothing
     reached = F.pad(follows.int().cumprod(1)[:, :-1], (1, 0), value=1).bool() & taught
-    each = F.binary_cross_entropy_with_logits(drafted.confidence, accepted.float(), reduction="none")
-    confidence = (each * reached).sum() / (whole.anchor_counts.sum().clamp(min=1) * count)
+    doubt = F.binary_cross_entropy_with_logits(drafted.confidence, accepted.float(), reduction="none")
+    confidence = (doubt * reached).sum() / (whole.anchor_counts.sum().clamp(min=1) * count)
     return [tokens, confidence], [reached.sum(), (accepted & reached).sum()]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -134,7 +135,7 @@ class Backbone:
             if layer in config.dspark_target_layer_ids:
                 features.append(h.float().mean(1).to(h.dtype))
             block = Block(config, weights, streams, name, config.num_experts_per_tok, balance)
-            h, pre = block(h, pre, lambda x, layer=layer: run.attention(x, layer))
+            h, pre = block(h, pre, partial(run.attention, layer=layer))
         hidden = weights.norm(streams.read(h, pre), "norm", config.rms_norm_eps)
         return Passed(hidden, torch.cat(features, 1), balance, run.finish(), weights)
 

@@ -57,8 +57,8 @@ class Optimizer:
             loads: by layer name, [E] share of choices.
         """
         torch.nn.utils.clip_grad_norm_(self._others, _LARGEST_NORM)
-        for group in self._adam.param_groups:
-            group["lr"] = self._other_lr * rate
+        for settings in self._adam.param_groups:
+            settings["lr"] = self._other_lr * rate
         self._adam.step()
         self._adam.zero_grad(set_to_none=True)
         for shape, group in self._matrices.items():
@@ -103,4 +103,5 @@ def orthogonal(x: Tensor, iterations: int = 5) -> Tensor:
     for _ in range(iterations):
         square = y @ y.mT
         y = 3.4445 * y + (-4.7750 * square + 2.0315 * square @ square) @ y
-    return (y.mT if tall else y).to(x.dtype)
+    even: Tensor = y.mT if tall else y
+    return even.to(x.dtype)

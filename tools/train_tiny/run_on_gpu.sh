@@ -19,7 +19,7 @@ mkdir -p "$view"
 for folder in core ops backends models entrypoints; do ln -sfn "$PWD/$folder" "$view/$folder"; done
 ln -sfn "$PWD/core/_facade/__init__.py" "$view/__init__.py"
 export PYTHONPATH="$PWD/$run/view${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
-export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false PYTORCH_ALLOC_CONF=expandable_segments:True
+export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 status=0
 "$python" -m tools.train_tiny --out "$run" --export "$out/deepinfer-tiny" --resume --workers "$workers" "$@" \
     2>&1 | tee -a "$run/log.txt" || status=$?

@@ -60,7 +60,7 @@ class Plan:
     """
 
     seed: int = 1
-    steps: int = 7000
+    steps: int = 6000
     tokens: int = 61440
     row: int = 512
     long_every: int = 4
@@ -87,11 +87,11 @@ class Plan:
         )
 
     def row_length(self, step: int) -> int:
-        """Tokens of the rows of step `step`; long lengths come one after another, all of them in the last third."""
+        """Tokens of the rows of step `step`; long lengths come one after another, all before attention is sparse."""
         share = step / self.steps
         if not self.long_every or share < self.long_from or step % self.long_every:
             return self.row
-        reached = min(int((share - self.long_from) / (2 / 3 - self.long_from) * len(self.long_rows)) + 1, 99)
+        reached = int((share - self.long_from) / (self.sparse_from - self.long_from) * (len(self.long_rows) + 1)) + 1
         usable = self.long_rows[:reached]
         return usable[step // self.long_every % len(usable)]
 

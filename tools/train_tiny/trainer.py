@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepinfer.models.deepseek_v41_flash.config import ModelConfig
+from deepinfer.models.deepseek_v41_flash.config import ModelConfig, TextConfig
 from deepinfer.models.deepseek_v41_flash.engram_tables import EngramConstants
 from deepinfer.models.interface import Vocabulary
 from tools.train_tiny.data import Batch
@@ -22,6 +23,9 @@ from tools.train_tiny.settings import Phase, Plan
 from tools.train_tiny.store import WeightStore
 
 STATE_FILE = "state.pt"
+
+Normalise = Callable[[Tensor, int, float], Tensor]
+"""The form of `layers.sinkhorn`."""
 
 
 class ResumeError(RuntimeError):
@@ -84,7 +88,7 @@ class Trainer:
         parsed = ModelConfig.from_dict(config)
         self.store = WeightStore(parsed, plan.seed).to(device)
         constants = EngramConstants.build(parsed.text, vocabulary).to(device)
-        normalise = torch.compile(sinkhorn) if compiled else sinkhorn
+        normalise = _compiled(sinkhorn, parsed.text, device) if compiled else sinkhorn
         self.backbone = Backbone(self.store, constants, dtype, normalise=normalise)
         self.optimizer = Optimizer(self.store, plan.matrix_lr, plan.other_lr)
         self.step = 0
@@ -148,6 +152,19 @@ class Trainer:
         """
         if not bool(torch.isfinite(report.values).all()):
             raise DivergedError(f"step {self.step - 1}: losses {report.values.tolist()}; resume from the last state")
+
+
+def _compiled(normalise: Normalise, config: TextConfig, device: torch.device) -> Normalise:
+    """`normalise` compiled, or as it is where the machine cannot: said once, before any time is spent on training."""
+    found: Normalise = torch.compile(normalise)
+    sample = torch.zeros(8, config.hc_mult, config.hc_mult, device=device, requires_grad=True)
+    try:
+        found(sample, config.hc_sinkhorn_iters, config.hc_eps).sum().backward()
+    except Exception as error:  # compilers raise whatever their parts do
+        first_line = (str(error).splitlines() or [""])[0]
+        print(f"running without compilation, slower: {type(error).__name__}: {first_line}", flush=True)
+        return normalise
+    return found
 
 
 def as_served(phase: Phase) -> Phase:
