@@ -20,7 +20,7 @@ def probe(capabilities: tuple[Capability, ...]) -> Availability:
     if torch.version.cuda is None:
         return Availability(False, f"torch {torch.__version__} is built without CUDA; install a CUDA build of torch")
     if find_spec("triton") is None:
-        return Availability(False, "triton is not installed; install deepinfer[cuda]")
+        return Availability(False, "triton is not installed; pip install triton cuda-core cuda-bindings")
     if not torch.cuda.is_available():
         return Availability(False, "torch sees no CUDA device; check the driver and CUDA_VISIBLE_DEVICES")
     found = torch.cuda.get_device_capability()

@@ -29,7 +29,7 @@ def require() -> None:
     if find_spec("xgrammar") is None:
         raise RequestError(
             "grammar_unavailable",
-            "structured output needs the package xgrammar, which is not installed: pip install deepinfer[grammar]",
+            "structured output needs the package xgrammar, which is not installed: pip install xgrammar",
         )
 
 

@@ -96,12 +96,13 @@ def read_response_schema(response_format: Any) -> str | None:
     if response_format is None:
         return None
     kind = read_mapping(response_format, "response_format").get("type")
-    if kind == "text":
+    if kind in ("text", "structural_tag"):  # tags are free text with places that have a form: nothing to tell the model
         return None
     if kind == "json_object":
         return to_json({"type": "json_object"}, "response_format")
     if kind != "json_schema":
-        raise ChatError("response_format.type", f"expected 'text', 'json_object' or 'json_schema', got {shown(kind)}")
+        kinds = "'text', 'json_object', 'json_schema' or 'structural_tag'"
+        raise ChatError("response_format.type", f"expected {kinds}, got {shown(kind)}")
     place = "response_format.json_schema"
     schema = read_mapping(response_format.get("json_schema"), place).get("schema")
     return to_json(read_mapping(schema, f"{place}.schema"), f"{place}.schema")

@@ -121,7 +121,7 @@ def run_drawn(session: Session) -> None:
 def search(session: Session, op: OpSpec[..., Any]) -> CaseResult:
     """Draw cases until one fails or enough have passed: the result of the last one, or of the smallest that fails."""
     if find_spec("hypothesis") is None:
-        detail = "hypothesis draws the sizes and is not installed; install deepinfer[conformance]"
+        detail = "hypothesis draws the sizes and is not installed; pip install hypothesis"
         return CaseResult(1, op.name, CASE, session.backend.name, False, "unsupported", detail=detail)
     tried = list(_tried(session, op))
     made = [result for result in tried if result is not None]

@@ -184,6 +184,12 @@ def test_a_file_that_is_no_case_is_refused(tmp_path) -> None:
         run_suite(session(backend_with(good), case="no such case"))
 
 
+def test_a_glob_that_fits_no_op_is_no_pass() -> None:
+    empty = Session(backend_with(good), HostRuntime(), ops="no_such_op")
+    with pytest.raises(OpArgumentError, match="no case fits --op 'no_such_op'"):
+        run_suite(empty)
+
+
 def test_an_implementation_that_raises_fails_its_case_and_the_suite_goes_on() -> None:
     def broken(x, weight, eps):
         raise RuntimeError("launch failed")
