@@ -163,6 +163,15 @@ def dense(make: Maker) -> Iterator[Work]:
                 )
 
 
+def plain_dense(make: Maker) -> Iterator[Work]:
+    for label, n, k, counts in (("router", EXPERTS, HIDDEN, (64, 8192)), ("head", 129280, HIDDEN, (16, 64))):
+        for rows in counts:
+            args = {"x": make.plain(rows, k), "weight": make.plain(n, k), "out_dtype": torch.float32}
+            flops, num_bytes = 2.0 * rows * n * k, 2.0 * n * k + 2.0 * rows * k + 4.0 * rows * n
+            shape = f"{label} {rows} x {n} x {k}, bf16"
+            yield Work(linear.linear_bf16, "linear_bf16", shape, [args], flops, num_bytes)
+
+
 def experts(make: Maker) -> Iterator[Work]:
     weight = {(n, k): make.codes(EXPERTS, n, k, fmt="mxfp4") for n, k in ((4608, HIDDEN), (HIDDEN, 2304))}
     for tokens in (16, 128, 1024, 16384):
@@ -239,6 +248,7 @@ def rows(make: Maker) -> Iterator[Work]:
 
 FAMILIES: dict[Callable[[Maker], Iterator[Work]], tuple[str, ...]] = {
     dense: ("linear_mx",),
+    plain_dense: ("linear_bf16",),
     experts: ("moe_grouped_gemm",),
     attend: ("sparse_attn",),
     choose: ("index_logits_paged", "topk_select"),

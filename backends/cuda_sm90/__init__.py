@@ -32,7 +32,11 @@ BACKEND = Backend(
     "cuda_sm90",
     device_type="cuda",
     probe=_probe,
-    op_modules=("deepinfer.backends.cuda_sm90.kernels", "deepinfer.backends.cuda_sm90.sparse_attn"),
+    op_modules=(
+        "deepinfer.backends.cuda_sm90.kernels",
+        "deepinfer.backends.cuda_sm90.sparse_attn",
+        "deepinfer.backends.cuda_sm90.linear",
+    ),
     runtime=_runtime,
     priority=20,
     emulation=_emulation,

@@ -3,26 +3,33 @@
 from __future__ import annotations
 
 
-def wgmma(name: str, width: int, *, transposed: bool = False) -> str:
+def wgmma(name: str, width: int, *, transposed: bool = False, registers: bool = False) -> str:
     """CUDA C++ of `name(d, a, b, accumulate)`: 64 rows by `width` columns, 16 deep, bfloat16 to float32.
 
-    Both operands are descriptors of shared memory.
+    The second operand is a descriptor of shared memory, and so is the first unless it is in registers.
 
     Args:
         name: of the function.
         width: columns, a multiple of 8 up to 256.
         transposed: the second operand's columns run along K.
+        registers: the first operand is four registers of a thread, `const u32* a`.
 
     Source: PTX ISA, wgmma.mma_async.
     """
     count = width // 2
-    registers = ", ".join(f"%{i}" for i in range(count))
+    places = ", ".join(f"%{i}" for i in range(count))
     results = ", ".join(f'"+f"(d[{i}])' for i in range(count))
-    a, b, again = f"%{count}", f"%{count + 1}", f"%{count + 2}"
+    size = 4 if registers else 1
+    first = [f"%{count + i}" for i in range(size)]
+    a = "{" + ", ".join(first) + "}" if registers else first[0]
+    given = ", ".join(f'"r"(a[{i}])' for i in range(size)) if registers else '"l"(a)'
+    b, again = f"%{count + size}", f"%{count + size + 1}"
+    flags = f"1, 1, {int(transposed)}" if registers else f"1, 1, 0, {int(transposed)}"
+    kind = "const u32*" if registers else "u64"
     return (
-        f"__device__ __forceinline__ void {name}(float (&d)[{count}], u64 a, u64 b, u32 accumulate) {{\n"
+        f"__device__ __forceinline__ void {name}(float (&d)[{count}], {kind} a, u64 b, u32 accumulate) {{\n"
         f'  asm volatile("{{\\n.reg .pred p;\\nsetp.ne.b32 p, {again}, 0;\\n"\n'
-        f'      "wgmma.mma_async.sync.aligned.m64n{width}k16.f32.bf16.bf16 {{{registers}}}, "\n'
-        f'      "{a}, {b}, p, 1, 1, 0, {int(transposed)};\\n}}"\n'
-        f'      : {results} : "l"(a), "l"(b), "r"(accumulate));\n}}\n'
+        f'      "wgmma.mma_async.sync.aligned.m64n{width}k16.f32.bf16.bf16 {{{places}}}, "\n'
+        f'      "{a}, {b}, p, {flags};\\n}}"\n'
+        f'      : {results} : {given}, "l"(b), "r"(accumulate));\n}}\n'
     )

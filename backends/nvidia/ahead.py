@@ -34,7 +34,7 @@ _TYPES: Final = {
     torch.float8_e4m3fn: "fp8e4nv",
 }
 _NUMBERS: Final = {"tl.int32": "i32", "tl.int64": "i64", "tl.uint32": "u32", "tl.float32": "fp32"}
-_CUOBJDUMP: Final = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+CUOBJDUMP: Final = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 _SPILLS: Final = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
 _USAGE: Final = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)")
 
@@ -93,7 +93,7 @@ def compile_ahead(launch: Launch, capability: int) -> Compiled:
     )
     options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages, "enable_fp_fusion": False}
     made = triton.compile(source, target=GPUTarget("cuda", capability, WARP), options=options)
-    registers, local_bytes = _usage(made.asm["cubin"])
+    registers, local_bytes = resource_usage(made.asm["cubin"])
     spilled = _spilled_bytes(made.asm["ptx"], capability) if local_bytes else 0
     return Compiled(function.__name__, capability, made.asm["ptx"], registers, spilled)
 
@@ -109,12 +109,12 @@ def _signature(launch: Launch) -> tuple[tuple[str, str], ...]:
     return tuple(kinds)
 
 
-def _usage(cubin: bytes) -> tuple[int, int]:
+def resource_usage(cubin: bytes) -> tuple[int, int]:
     """Registers of a thread, and its bytes outside them: spilled values, and stacks of functions that it calls."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        text = _output([_CUOBJDUMP, "--dump-resource-usage", file.name])
+        text = _output([CUOBJDUMP, "--dump-resource-usage", file.name])
     found = _USAGE.search(text)
     if found is None:
         raise RuntimeError(f"cuobjdump said nothing of registers: {text!r}")

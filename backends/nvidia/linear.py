@@ -52,12 +52,19 @@ class _Tile:
     outputs: int = 64
     depth: int = 64
     warps: int = 4
+    stages: int = 2
 
 
-def _tile(num_rows: int, single: bool) -> _Tile:
-    if single:  # no tensor cores: what counts is that the tile stays in registers
+def _tile(num_rows: int, left: _Operand, right: _Operand) -> _Tile:
+    if left.single or right.single:  # no tensor cores: what counts is that the tile stays in registers
         return _Tile(16, depth=32)
-    return _Tile(min(max(next_pow2(num_rows), 16), 128))
+    rows = min(max(next_pow2(num_rows), 16), 128)
+    return _Tile(rows, stages=4 if left.fmt == right.fmt == 0 else 2)  # plain operands go straight to shared memory
+
+
+def _vector(depth: int, *pitches: int) -> int:
+    """Elements that rows start at a multiple of, which makes loads wide."""
+    return 16 if depth % 32 == 0 and all(p % 16 == 0 for p in pitches) else 1
 
 
 def product(
@@ -73,7 +80,7 @@ def product(
     (num_rows, depth), num_out = x.shape, weight.shape[0]
     y = new_like(out, (num_rows, num_out), out_dtype, left.data.device)
     single = left.single or right.single
-    tile = _tile(num_rows, single)
+    tile = _tile(num_rows, left, right)
     added = None if acc is None else _close(acc)
     dense(
         (triton.cdiv(num_rows, tile.rows), triton.cdiv(num_out, tile.outputs), 1),
@@ -103,7 +110,9 @@ def product(
         BM=tile.rows,
         BN=tile.outputs,
         BK=tile.depth,
+        VEC=_vector(depth, left.data.stride(0), right.data.stride(0)),
         num_warps=tile.warps,
+        num_stages=tile.stages,
     )
     return y
 
@@ -137,7 +146,7 @@ def linear_grouped_o(x: Tensor, weight: Tensor | QTensor, *, out: Tensor | None 
     num_out = weight.shape[1]
     y = new_like(out, (num_rows, groups, num_out), x.dtype, x.device)
     single = left.single or right.single
-    tile = _tile(num_rows, single)
+    tile = _tile(num_rows, left, right)
     dense(
         (triton.cdiv(num_rows, tile.rows), triton.cdiv(num_out, tile.outputs), groups),
         y,
@@ -166,7 +175,9 @@ def linear_grouped_o(x: Tensor, weight: Tensor | QTensor, *, out: Tensor | None 
         BM=tile.rows,
         BN=tile.outputs,
         BK=tile.depth,
+        VEC=_vector(depth, *left.data.stride()[:2], *right.data.stride()[:2]),
         num_warps=tile.warps,
+        num_stages=tile.stages,
     )
     return y
 
@@ -186,7 +197,7 @@ def moe_grouped_gemm(
     num_experts, num_out = weight.shape[:2]
     y = new_like(out, (num_rows, num_out), out_dtype, left.data.device)
     single = left.single or right.single
-    tile = _tile(-(-num_rows // max(num_experts, 1)), single)
+    tile = _tile(-(-num_rows // max(num_experts, 1)), left, right)
     most = triton.cdiv(num_rows, tile.rows) + min(num_experts, num_rows)
     grouped(
         (most if num_experts else 0, triton.cdiv(num_out, tile.outputs)),
@@ -213,6 +224,8 @@ def moe_grouped_gemm(
         BM=tile.rows,
         BN=tile.outputs,
         BK=tile.depth,
+        VEC=_vector(depth, left.data.stride(0), *right.data.stride()[:2]),
         num_warps=tile.warps,
+        num_stages=tile.stages,
     )
     return y

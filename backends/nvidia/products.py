@@ -25,6 +25,7 @@ def load_operand(
     FMT: tl.constexpr,
     BK: tl.constexpr,
     WIDE: tl.constexpr,
+    VEC: tl.constexpr,
 ) -> tl.tensor:
     """[R, BK] values of an operand from column `first` on, zero outside.
 
@@ -40,7 +41,12 @@ def load_operand(
         FMT: 0 for plain values, else their format.
         BK: columns, a multiple of 32.
         WIDE: dtype of the products.
+        VEC: 16 where `depth` is a multiple of 32 and pitches are of 16, so that loads are wide; else 1.
     """
+    data_pitch = (data_pitch // VEC) * VEC
+    half = (depth // (2 * VEC)) * VEC  # of a packed row; its depth is even
+    if VEC > 1:
+        depth = (depth // (2 * VEC)) * (2 * VEC)
     column = first + tl.arange(0, BK)
     if FMT == 0:
         place = rows[:, None] * data_pitch + column[None, :]
@@ -57,7 +63,7 @@ def load_operand(
         else:
             pair = first // 2 + tl.arange(0, BK // 2)
             place = rows[:, None] * data_pitch + pair[None, :]
-            both = tl.load(data + place, mask=rows_ok[:, None] & (pair * 2 < depth)[None, :], other=0)
+            both = tl.load(data + place, mask=rows_ok[:, None] & (pair < half)[None, :], other=0)
             value = tl.reshape(tl.join(e2m1_value(both), e2m1_value(both >> 4)), (rows.shape[0], BK))
         grouped = tl.reshape(value, (rows.shape[0], BK // 32, 32)) * factor
         return tl.reshape(grouped, (rows.shape[0], BK)).to(WIDE)
@@ -84,12 +90,13 @@ def tile_product(
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
+    VEC: tl.constexpr,
 ) -> tl.tensor:
     """[BN, BM] float32: products of BN weight rows with BM activation rows."""
     total = tl.zeros((BN, BM), tl.float32)
     for first in range(0, depth, BK):
-        left = load_operand(w, w_scale, w_rows, w_ok, first, depth, w_pitch, w_scale_pitch, W_FMT, BK, WIDE)
-        right = load_operand(x, x_scale, x_rows, x_ok, first, depth, x_pitch, x_scale_pitch, X_FMT, BK, WIDE)
+        left = load_operand(w, w_scale, w_rows, w_ok, first, depth, w_pitch, w_scale_pitch, W_FMT, BK, WIDE, VEC)
+        right = load_operand(x, x_scale, x_rows, x_ok, first, depth, x_pitch, x_scale_pitch, X_FMT, BK, WIDE, VEC)
         total = tl.dot(left, tl.trans(right), total, input_precision="ieee")
     return total
 
@@ -122,6 +129,7 @@ def dense(
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
+    VEC: tl.constexpr,
 ) -> None:
     """Grid (row tiles, output tiles, groups): `(x W^T) * factor + acc`, one rounding at the end."""
     group = tl.program_id(2).to(tl.int64)
@@ -129,9 +137,9 @@ def dense(
     columns = tl.program_id(1).to(tl.int64) * BN + tl.arange(0, BN)
     rows_ok, columns_ok = rows < num_rows, columns < num_out
     y = tile_product(
-        x + group * x_group,
+        x + group * ((x_group // VEC) * VEC),
         x_scale,
-        w + group * w_group,
+        w + group * ((w_group // VEC) * VEC),
         w_scale + group * w_scale_group if W_FMT != 0 else w_scale,
         rows,
         rows_ok,
@@ -148,6 +156,7 @@ def dense(
         BM,
         BN,
         BK,
+        VEC,
     )
     y = y * factor
     ok = columns_ok[:, None] & rows_ok[None, :]
@@ -182,6 +191,7 @@ def grouped(
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
+    VEC: tl.constexpr,
 ) -> None:
     """Grid (row tiles of all experts, output tiles). Tiles do not straddle experts; those past the end do nothing."""
     tile = tl.program_id(0)
@@ -202,7 +212,7 @@ def grouped(
         y = tile_product(
             x,
             x_scale,
-            w + which * w_expert,
+            w + which * ((w_expert // VEC) * VEC),
             w_scale + which * w_scale_expert if W_FMT != 0 else w_scale,
             rows,
             rows_ok,
@@ -219,6 +229,7 @@ def grouped(
             BM,
             BN,
             BK,
+            VEC,
         )
         place = rows[None, :] * out_pitch + columns[:, None]
         tl.store(out + place, y.to(out.dtype.element_ty), mask=columns_ok[:, None] & rows_ok[None, :])

@@ -62,6 +62,7 @@ def linear_mx_cases() -> Iterable[Case]:
         ("q_b", 32768, 1280),
         ("o_b", 5120, 8192),
         ("shared up", 4608, 5120),
+        ("q_a and kv, one of 4 ranks", 448, 5120),
     ):
         keywords = {"rows": 64, "n": n, "k": k, "x": "mxfp8", "weight": "mxfp8", "out": "bf16"}
         yield Case(f"model {name}", bound(make, **keywords), "real", ("x",))
@@ -128,8 +129,9 @@ def linear_grouped_o_cases() -> Iterable[Case]:
     for x in ("bf16", "f32"):
         keywords = {"rows": 37, "groups": 2, "n": 128, "k": 256, "x": x, "weight": "mxfp8"}
         yield Case(f"whole blocks, {x} x mxfp8", bound(make, **keywords), "small", ("x",))
-    keywords = {"rows": 32, "groups": 8, "n": 1024, "k": 4096, "x": "bf16", "weight": "mxfp8"}
-    yield Case("model o groups", bound(make, **keywords), "real", ("x",))
+    for name, n in (("o groups", 1024), ("o groups, one of 16 ranks", 64)):
+        keywords = {"rows": 32, "groups": 8, "n": n, "k": 4096, "x": "bf16", "weight": "mxfp8"}
+        yield Case(f"model {name}", bound(make, **keywords), "real", ("x",))
 
 
 def moe_gate_cases() -> Iterable[Case]:
@@ -279,7 +281,7 @@ def moe_grouped_gemm_cases() -> Iterable[Case]:
         yield Case(f"whole blocks, {x} x {weight} to {out}", bound(make, **keywords), "small", ("x",))
     keywords = {"counts": (0, 0), "spare": 0, "n": 40, "k": 96, "x": "bf16", "weight": "bf16", "out": "bf16"}
     yield Case("MN-5 no rows at all", bound(make, **keywords), "small", ("x",))
-    for name, n, k in (("up and gate", 4608, 5120), ("down", 5120, 2304)):
+    for name, n, k in (("up and gate", 4608, 5120), ("down", 5120, 2304), ("down, one of 8 ranks", 5120, 288)):
         keywords = {
             "counts": (0, 3, 17, 1, 40, 0, 2, 64),
             "n": n,

@@ -70,3 +70,24 @@ def test_the_fake_device_runs_host_plans_with_their_memory(monkeypatch) -> None:
     x = torch.randn(3, 33)
     got = runtime.to_host(plan.run(runtime.to_device(x), runtime.to_device(torch.ones(33)), 1e-6))
     assert torch.equal(got, rms_norm.reference(x, torch.ones(33), 1e-6))
+
+
+@dataclass(frozen=True)
+class Halving:
+    """Reads its weight in a form of its own: half of it."""
+
+    scratch_bytes: int = 0
+    persistent_bytes: int = 0
+    capturable: bool = True
+
+    def prepare(self, name, value):
+        return value / 2 if name == "weight" else value
+
+    def run(self, x, weight, eps, *, out):
+        return out.copy_(rms_norm.reference(x, weight * 2, eps))
+
+
+def test_the_suite_prepares_weights_as_a_model_does() -> None:
+    made = make_case(rms_norm, find_case(rms_norm, CASE))
+    result = run_case(Subject(rms_norm, "planted", True, Halving(), HostRuntime()), made)
+    assert result.status == "pass", result.detail

@@ -137,6 +137,33 @@ def test_plans_get_the_memory_they_asked_for() -> None:
     assert ops.bind(visible_lens, scratch=0, kept=0)(None, 1) == (None, None)
 
 
+def test_a_plan_prepares_what_it_reads_best() -> None:
+    backend = make_backend()
+
+    @dataclass(frozen=True)
+    class Doubling:
+        scratch_bytes: int = 0
+        persistent_bytes: int = 0
+        capturable: bool = True
+
+        def prepare(self, name, value):
+            return value * 2 if name == "weight" else value
+
+        def run(self, x, weight, eps, *, out):
+            return out.copy_(x * weight)
+
+    @backend.implements_plan(rms_norm, when=lambda dims: dims["n"] == 3)
+    def doubling(dims, ctx):
+        return Doubling()
+
+    ops, weight = table(backend), torch.tensor([1.0, 2.0, 3.0])
+    bound = ops.bind(rms_norm, n=3)
+    prepared = bound.prepare("weight", weight)
+    assert torch.equal(bound(torch.ones(1, 3), prepared, 0.0), torch.tensor([[2.0, 4.0, 6.0]]))
+    assert bound.prepare("x", weight) is weight
+    assert ops.bind(rms_norm, n=4).prepare("weight", weight) is weight
+
+
 def test_unknown_and_unavailable_backends_are_refused_by_name(monkeypatch) -> None:
     with pytest.raises(BackendUnavailableError, match=r"no backend named 'acme'; installed: .*cpu"):
         find_backend("acme")

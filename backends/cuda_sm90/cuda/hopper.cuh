@@ -41,6 +41,12 @@ __device__ __forceinline__ void copy_box(u32 to, const TensorMap* map, int x, in
       "l"(map), "r"(x), "r"(y), "r"(barrier)
       : "memory");
 }
+// So many contiguous bytes, a multiple of 16, between places at multiples of 16.
+__device__ __forceinline__ void copy_bytes(u32 to, const void* from, u32 bytes, u32 barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "l"(from),
+               "r"(bytes), "r"(barrier)
+               : "memory");
+}
 // Orders writes of threads to shared memory before reads of the asynchronous units (MMA, bulk copies).
 __device__ __forceinline__ void fence_async_units() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 __device__ __forceinline__ void store_16(u32 at, u32 a, u32 b, u32 c, u32 d) {
@@ -52,6 +58,12 @@ __device__ __forceinline__ float load_f32(u32 at) {
   float v;
   asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(at));
   return v;
+}
+__device__ __forceinline__ void load_8(u32 (&v)[2], u32 at) {
+  asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(v[0]), "=r"(v[1]) : "r"(at));
+}
+__device__ __forceinline__ void load_16(u32 (&v)[4], u32 at) {
+  asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3]) : "r"(at));
 }
 
 // --- warpgroup MMA -----------------------------------------------------------------------------------------------------
@@ -68,6 +80,7 @@ __device__ __forceinline__ u64 columns_along_k(u32 at) {
 __device__ __forceinline__ void mma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void mma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void mma_wait_all() { asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory"); }
+__device__ __forceinline__ void mma_wait_all_but_newest() { asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory"); }
 // Pins accumulators behind a wait, so that the compiler moves no read of them before it.
 template <int N>
 __device__ __forceinline__ void keep(float (&d)[N]) {
@@ -90,5 +103,11 @@ __device__ __forceinline__ u32 round_pair(float low, float high) {
 __device__ __forceinline__ float power_of_two(float x) {
   float r;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+  return r;
+}
+// Transposes the 8 x 8 matrix of 16-bit values of which each lane holds a pair: lane 4 r + c has row r, columns 2 c and 2 c + 1.
+__device__ __forceinline__ u32 transpose_pairs(u32 a) {
+  u32 r;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(r) : "r"(a));
   return r;
 }

@@ -1,0 +1,226 @@
+// Products of tokens with quantised weights, for one matrix, for groups of columns, and for experts over their own rows.
+//
+// The weight is the first operand: 64 or 128 of its rows by TOKENS tokens are a tile, K is walked in blocks of 128 with
+// one accumulator, always from the first to the last: a token's bits depend on nothing but its own values, whatever the
+// tile. Weights come packed in the order of the MMA's registers (`packing.py`); a consumer reads codes with two or four
+// 16-byte loads, decodes them to bfloat16 exactly, and multiplies from registers. Tokens are bfloat16 and come through a
+// tensor map with swizzle. One warp feeds a ring of stages across tiles, one or two warpgroups multiply.
+//
+// A persistent block walks tiles; which expert a tile belongs to is found from `row_ends` in shared memory, so the host
+// reads nothing. A tile loads TOKENS rows wherever an expert's rows end: columns of others are computed and not stored.
+//
+// Macros: BITS 4 (e2m1) or 8 (e4m3); TOKENS a multiple of 8; STAGES; GROUPS warpgroups that multiply; RESIDENT blocks of a
+// multiprocessor; WIDE 1 for float32 results, 0 for bfloat16.
+
+constexpr u32 kDepth = 128, kConsumers = 128 * GROUPS;
+constexpr u32 kCodeBytes = GROUPS * 64 * kDepth * BITS / 8, kScaleBytes = GROUPS * 256, kTokenBytes = TOKENS * kDepth * 2;
+constexpr u32 kBlockCodes = 128 * kDepth * BITS / 8, kBlockScales = 512;  // of the 128 rows that are packed together
+constexpr int kQuads = BITS / 4;                                          // 16-byte loads a thread for 64 of the depth
+
+struct Params {
+  const u8* codes;
+  const u8* scales;
+  const int* row_ends;  // running ends of the experts' rows; null for one matrix
+  void* out;
+  const float* acc;  // added before the rounding; null for none
+  u64 out_pitch, acc_pitch;
+  int experts, rows, row_tiles, out_tiles, depth_blocks;
+  int sweep;        // output tiles between which row tiles change, a divisor of out_tiles
+  int group_tiles;  // output tiles that share columns of the tokens; the next ones use the next columns
+};
+
+struct Tile {
+  int expert, out_tile, row, end;  // first row, and where the expert's rows end
+};
+
+// Two bfloat16 = 2^-120 times the e4m3 codes in the upper halves of 16 bits.
+__device__ __forceinline__ u32 decode_e4m3(u32 x) { return (x & 0x80008000u) | ((x >> 4) & 0x07F007F0u); }
+
+// A byte as the exponents of two equal bfloat16.
+template <u32 Selector>
+__device__ __forceinline__ u32 power_pair(u32 bytes) {
+  return __byte_perm(bytes, 0, Selector) >> 1;
+}
+
+template <u32 Mask>
+__device__ __forceinline__ u32 choose(u32 a, u32 b) {
+  return (a & Mask) | (b & ~Mask);
+}
+
+// The first operand of four MMAs: 64 of the depth, rows r and r + 8 of a thread, with their scales.
+__device__ __forceinline__ void decode(u32 (&a)[16], const u32 (&words)[4 * kQuads], u32 scales) {
+  const u32 low[2] = {power_pair<0x0404>(scales), power_pair<0x2424>(scales)};
+  const u32 high[2] = {power_pair<0x1414>(scales), power_pair<0x3434>(scales)};
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    const u32 s = low[i >> 1], t = high[i >> 1];
+#if BITS == 4
+    // Signs go to bit 15 and magnitudes to bits 8..6: 2^-126 times the code. Three codes only need a shift, as a product,
+    // which another unit does than the masks; the fourth is put together from what they leave.
+    const u32 v = words[i], swapped = __byte_perm(v, 0, 0x2301);
+    const u32 last = choose<0x01C001C0u>(choose<0x00C000C0u>(swapped * 16u, swapped * 8u), v * 2u);
+    a[4 * i + 0] = multiply_pair(v & 0x81C081C0u, s);
+    a[4 * i + 1] = multiply_pair((v * 8u) & 0x81C081C0u, t);
+    a[4 * i + 2] = multiply_pair((v * 64u) & 0x81C081C0u, s);
+    a[4 * i + 3] = multiply_pair(last & 0x81C081C0u, t);
+#else
+#pragma unroll
+    for (int j = 0; j < 2; j++) {
+      const u32 v = words[2 * i + j];
+      a[4 * i + 2 * j] = multiply_pair(decode_e4m3(v << 8), s);
+      a[4 * i + 2 * j + 1] = multiply_pair(decode_e4m3(v), t);
+    }
+#endif
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(kConsumers + 32, RESIDENT)
+    products(const __grid_constant__ TensorMap token_map, const __grid_constant__ Params p) {
+  extern __shared__ u8 raw[];
+  const u32 tokens = (shared_address(raw) + 1023) & ~1023u, codes = tokens + STAGES * kTokenBytes;
+  const u32 scales = codes + STAGES * kCodeBytes, full = scales + STAGES * kScaleBytes, empty = full + 8 * STAGES;
+  int* const tile_ends = reinterpret_cast<int*>(raw + (empty + 8 * STAGES - shared_address(raw)));
+  int* const row_ends = tile_ends + p.experts;
+  const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31;
+  if (thread == 0) {
+    for (int i = 0; i < STAGES; i++) {
+      barrier_init(full + 8 * i, 1);
+      barrier_init(empty + 8 * i, 4 * GROUPS);
+    }
+    barrier_init_done();
+  }
+  if (p.row_ends != nullptr && warp == 0) {  // running sums of the experts' row tiles
+    int before = 0;
+    for (int first = 0; first < p.experts; first += 32) {
+      const int e = first + lane;
+      const bool there = e < p.experts;
+      const int end = there ? p.row_ends[e] : 0, start = there && e > 0 ? p.row_ends[e - 1] : 0;
+      int sum = there ? (end - start + TOKENS - 1) / TOKENS : 0;
+#pragma unroll
+      for (int step = 1; step < 32; step *= 2) {
+        const int other = __shfl_up_sync(0xFFFFFFFFu, sum, step);
+        if (lane >= step) sum += other;
+      }
+      sum += before;
+      before = __shfl_sync(0xFFFFFFFFu, sum, 31);
+      if (there) {
+        tile_ends[e] = sum;
+        row_ends[e] = end;
+      }
+    }
+  }
+  __syncthreads();
+  const int row_tiles = p.row_ends != nullptr ? tile_ends[p.experts - 1] : p.row_tiles;
+  const int num_tiles = row_tiles * p.out_tiles;
+  auto tile_at = [&](int number) -> Tile {
+    const int span = p.sweep * row_tiles, sweep = number / span, within = number - sweep * span;
+    const int row_tile = within / p.sweep, out_tile = sweep * p.sweep + within - row_tile * p.sweep;
+    if (p.row_ends == nullptr) return Tile{0, out_tile, row_tile * TOKENS, p.rows};
+    int low = 0, high = p.experts - 1;  // the first expert whose tiles end behind this one
+    while (low < high) {
+      const int middle = (low + high) >> 1;
+      if (tile_ends[middle] > row_tile) high = middle;
+      else low = middle + 1;
+    }
+    const int first_tile = low > 0 ? tile_ends[low - 1] : 0, first_row = low > 0 ? row_ends[low - 1] : 0;
+    return Tile{low, out_tile, first_row + (row_tile - first_tile) * TOKENS, row_ends[low]};
+  };
+
+  u32 stage = 0, phase = 0;
+  auto advance = [&] {
+    if (++stage == STAGES) {
+      stage = 0;
+      phase ^= 1;
+    }
+  };
+
+  if (warp == 4 * GROUPS) {  // the producer
+    if (lane != 0) return;
+    for (int number = blockIdx.x; number < num_tiles; number += gridDim.x) {
+      const Tile tile = tile_at(number);
+      const int part = GROUPS == 1 ? tile.out_tile & 1 : 0, packed_row = GROUPS == 1 ? tile.out_tile >> 1 : tile.out_tile;
+      const u64 block = (static_cast<u64>(tile.expert) * (p.out_tiles * GROUPS / 2) + packed_row) * p.depth_blocks;
+      const u8* from = p.codes + block * kBlockCodes + part * kCodeBytes;
+      const u8* from_scales = p.scales + block * kBlockScales + part * kScaleBytes;
+      int column = tile.out_tile / p.group_tiles * p.depth_blocks * static_cast<int>(kDepth);
+      for (int k = 0; k < p.depth_blocks; k++, column += kDepth) {
+        const u32 barrier = full + 8 * stage, to = tokens + stage * kTokenBytes;
+        barrier_wait(empty + 8 * stage, phase ^ 1);
+        barrier_expect(barrier, kCodeBytes + kScaleBytes + kTokenBytes);
+        copy_bytes(codes + stage * kCodeBytes, from, kCodeBytes, barrier);
+        copy_bytes(scales + stage * kScaleBytes, from_scales, kScaleBytes, barrier);
+        copy_box(to, &token_map, column, tile.row, barrier);
+        copy_box(to + kTokenBytes / 2, &token_map, column + 64, tile.row, barrier);
+        from += kBlockCodes;
+        from_scales += kBlockScales;
+        advance();
+      }
+    }
+    return;
+  }
+
+  const int group = warp >> 2, quarter = lane & 3;
+  const u32 my_codes = codes + group * (kBlockCodes / 2) + (thread & 127) * 16;
+  const u32 my_scales = scales + group * 256 + (warp & 3) * 64 + (lane >> 2) * 8;
+  const u64 token_rows = rows_along_k(tokens);
+  float d[TOKENS / 2];
+  u32 a[2][16];  // while one is multiplied, the other is decoded
+  u32 before = 0;
+  for (int number = blockIdx.x; number < num_tiles; number += gridDim.x) {
+    const Tile tile = tile_at(number);
+    for (int k = 0; k < p.depth_blocks; k++) {
+      barrier_wait(full + 8 * stage, phase);
+      // What is read of a stage is used before its release, scales being read first: a read still in flight at the release
+      // would race with the next copy.
+      u32 bytes[2], words[2][4 * kQuads];
+      load_8(bytes, my_scales + stage * kScaleBytes);
+      auto load_words = [&](int c) {
+#pragma unroll
+        for (int i = 0; i < kQuads; i++) {
+          load_16(*reinterpret_cast<u32(*)[4]>(words[c] + 4 * i), my_codes + stage * kCodeBytes + (c * kQuads + i) * 2048);
+        }
+      };
+      if (BITS == 4) {
+        load_words(0);
+        load_words(1);
+      }
+      const u64 rows = token_rows + stage * (kTokenBytes / 16);
+#pragma unroll
+      for (int c = 0; c < 2; c++) {
+        if (BITS == 8) load_words(c);  // as late as that, since they take twice the registers
+        mma_wait_all_but_newest();  // a[c] is free; at c = 1 so is the stage before
+        if (c == 1 && k > 0 && lane == 0) barrier_arrive(empty + 8 * before);
+        decode(a[c], words[c], bytes[c]);
+        mma_fence();
+#pragma unroll
+        for (int i = 0; i < 4; i++) multiply(d, a[c] + 4 * i, rows + c * (kTokenBytes / 32) + 2 * i, (k | c | i) != 0);
+        mma_commit();
+      }
+      before = stage;
+      advance();
+    }
+    mma_wait_all();
+    keep(d);
+    if (lane == 0) barrier_arrive(empty + 8 * before);
+
+    // Row r of a thread is row 4 (r / 2) + r % 2 of its warp's sixteen, and row r + 8 two further on (`packing.py`).
+    const int row0 = (tile.out_tile * GROUPS + group) * 64 + (warp & 3) * 16, mine = row0 + 4 * (lane >> 3) + ((lane >> 2) & 1);
+#pragma unroll
+    for (int j = 0; j < TOKENS / 8; j++) {
+      const int token = tile.row + 8 * j + 2 * quarter;
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        const int at = token + (i & 1), column = mine + (i >> 1) * 2;
+        if (p.acc != nullptr && at < tile.end) d[4 * j + i] += p.acc[at * p.acc_pitch + column];
+        if (WIDE && at < tile.end) static_cast<float*>(p.out)[at * p.out_pitch + column] = d[4 * j + i];
+      }
+      if (!WIDE) {
+        const u32 low = transpose_pairs(round_pair(d[4 * j], d[4 * j + 1]));
+        const u32 high = transpose_pairs(round_pair(d[4 * j + 2], d[4 * j + 3]));
+        const int at = tile.row + 8 * j + (lane >> 2);
+        u16* to = static_cast<u16*>(p.out) + at * p.out_pitch + row0 + 4 * quarter;
+        if (at < tile.end) *reinterpret_cast<uint2*>(to) = make_uint2(low, high);
+      }
+    }
+  }
+}

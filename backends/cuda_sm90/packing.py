@@ -1,0 +1,113 @@
+"""Quantised weights in the order in which a warpgroup MMA holds its first operand, and back.
+
+A block is 128 rows by 128 of K: codes of 8192 (e2m1) or 16384 (e4m3) bytes, and 512 bytes of scales; blocks of a row of
+blocks follow one another along K. Inside, a row is `64 half + 16 warp + 4 high + 2 pair + low` and a column is
+`64 part + 16 step + 8 upper + 2 quarter + odd`; thread `32 warp + 8 high + 4 low + quarter` multiplies with rows
+`pair` 0 and 1 and reads 16 contiguous bytes at a time. Scales carry the power of two that the kernel's decoding leaves
+out. Codes and scales keep their shapes, so experts stay the first axis. Of e2m1, 16 bits hold the codes of `pair` and
+`upper`, their bits spread so that most reach their places in a bfloat16 by one shift:
+
+    bit   15 14 13 12 11 10  9  8  7  6  5  4  3  2  1  0
+    code   0  3  3  1  3  3  2  0  0  0  1  1  1  2  2  2      (code 2 upper + pair; sign first, then magnitude)
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from deepinfer.ops.formats import QTensor
+
+LAYOUT: Final = "wgmma"
+BLOCK: Final = 128
+_LEFT_OUT: Final = {"mxfp8": 120, "mxfp4": 126}
+"""Exponent of the power of two by which decoded codes are too small."""
+_LARGEST: Final = 254
+
+
+def fits(weight: QTensor) -> bool:
+    """Whether a weight can be packed: whole blocks, and scales that stay in range. Reads the scales on the host."""
+    extra = _LEFT_OUT.get(weight.fmt)
+    if extra is None or weight.layout != "canonical":
+        return False
+    rows, depth = weight.shape[-2:]
+    if rows % BLOCK or depth % BLOCK or weight.scale.numel() == 0:
+        return False
+    return int(weight.scale.max()) <= _LARGEST - extra
+
+
+def pack(weight: QTensor) -> QTensor:
+    """[..., N, K] canonical to the packed layout, in new memory; one matrix at a time, so little else is needed.
+
+    Args:
+        weight: one that `fits`.
+    """
+    data, scale = _new(weight)
+    depth = weight.shape[-1]
+    for (codes, scales), (to, to_scales) in zip(
+        _matrices(weight.data, weight.scale), _matrices(data, scale), strict=True
+    ):
+        to.view(-1).copy_((_pack_bytes if weight.fmt == "mxfp8" else _pack_pairs)(codes, depth).reshape(-1))
+        ordered = scales.reshape(-1, 2, 4, 4, 2, 2, depth // BLOCK, 4).permute(0, 6, 1, 2, 3, 5, 7, 4)
+        to_scales.view(-1).copy_((ordered + _LEFT_OUT[weight.fmt]).reshape(-1))
+    return QTensor(data, scale, weight.fmt, LAYOUT)
+
+
+def unpack(weight: QTensor) -> QTensor:
+    """What `pack` was given, bit for bit, in new memory."""
+    data, scale = _new(weight)
+    depth = weight.shape[-1]
+    for (codes, scales), (to, to_scales) in zip(
+        _matrices(weight.data, weight.scale), _matrices(data, scale), strict=True
+    ):
+        to.copy_((_unpack_bytes if weight.fmt == "mxfp8" else _unpack_pairs)(codes, depth).reshape(to.shape))
+        ordered = scales.reshape(-1, depth // BLOCK, 2, 4, 4, 2, 4, 2).permute(0, 2, 3, 4, 7, 5, 1, 6)
+        to_scales.copy_((ordered - _LEFT_OUT[weight.fmt]).reshape(to_scales.shape))
+    return QTensor(data, scale, weight.fmt)
+
+
+def _new(weight: QTensor) -> tuple[Tensor, Tensor]:
+    like = torch.contiguous_format
+    return torch.empty_like(weight.data, memory_format=like), torch.empty_like(weight.scale, memory_format=like)
+
+
+def _matrices(data: Tensor, scale: Tensor) -> list[tuple[Tensor, Tensor]]:
+    return [(data, scale)] if data.dim() == 2 else list(zip(data.unbind(0), scale.unbind(0), strict=True))
+
+
+# axes: 0 block of rows, half, warp, high, pair, low, 6 block of K, part, step, upper, 10 quarter, odd;
+# a step of e4m3 is split in two, since four of its words are half of a part
+
+
+def _pack_bytes(codes: Tensor, depth: int) -> Tensor:
+    axes = codes.reshape(-1, 2, 4, 4, 2, 2, depth // BLOCK, 2, 2, 2, 2, 4, 2)
+    return axes.permute(0, 6, 1, 7, 8, 2, 3, 5, 11, 9, 10, 12, 4)
+
+
+def _unpack_bytes(packed: Tensor, depth: int) -> Tensor:
+    axes = packed.reshape(-1, depth // BLOCK, 2, 2, 2, 4, 4, 2, 4, 2, 2, 2, 2)
+    return axes.permute(0, 2, 5, 6, 12, 7, 1, 3, 4, 9, 10, 8, 11)
+
+
+def _pack_pairs(codes: Tensor, depth: int) -> Tensor:
+    both = codes.reshape(-1, 2, 4, 4, 2, 2, depth // BLOCK, 2, 4, 2, 4)
+    values = torch.stack((both & 15, both >> 4), -1)
+    # four codes that share 16 bits, in the order of the registers that they go to: pair by pair, then upper
+    c0, c1, c2, c3 = (values[:, :, :, :, pair, :, :, :, :, upper] for upper in (0, 1) for pair in (0, 1))
+    signs = (c0 & 8) << 4 | (c3 & 8) << 3 | (c1 & 8) << 1 | (c2 & 8) >> 2
+    high = signs | (c3 & 4) << 3 | (c3 & 3) << 2 | (c0 & 4) >> 2
+    low = (c0 & 3) << 6 | (c1 & 7) << 3 | (c2 & 7)
+    return torch.stack((low, high), -1).permute(0, 5, 1, 6, 2, 3, 4, 8, 7, 9, 10)
+
+
+def _unpack_pairs(packed: Tensor, depth: int) -> Tensor:
+    axes = packed.reshape(-1, depth // BLOCK, 2, 2, 4, 4, 2, 4, 4, 2, 2).permute(0, 2, 4, 5, 6, 1, 3, 8, 7, 9, 10)
+    low, high = axes[..., 0], axes[..., 1]
+    c0 = (high & 128) >> 4 | (high & 1) << 2 | low >> 6
+    c1 = (high & 16) >> 1 | (low >> 3 & 7)
+    c2 = (high & 2) << 2 | (low & 7)
+    c3 = (high & 64) >> 3 | (high & 32) >> 3 | (high >> 2 & 3)
+    codes = torch.stack((torch.stack((c0, c1), 4), torch.stack((c2, c3), 4)), 9)
+    return codes[..., 0] | codes[..., 1] << 4

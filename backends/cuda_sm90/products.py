@@ -1,0 +1,181 @@
+"""Launching the WGMMA products: a kernel's form from static facts and numbers of rows, its operands, its grid."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from deepinfer.backends.cuda_sm90.packing import BLOCK
+from deepinfer.backends.cuda_sm90.wgmma import wgmma
+from deepinfer.backends.nvidia.nvrtc import CudaFunction, CudaProgram, tensor_map
+from deepinfer.ops.formats import QTensor
+
+_FOLDER: Final = Path(__file__).parent / "cuda"
+_TOKENS: Final = (8, 16, 24, 32, 48, 64, 80, 96, 128, 144, 192)
+"""Tokens of a tile, any of which gives the same bits."""
+_SHARED_OF_BLOCK: Final = 227 << 10
+_SHARED_OF_ALL: Final = 228 << 10
+_RESERVED: Final = 1 << 10
+"""Bytes of shared memory that the system takes of every resident block."""
+_MOST_STAGES: Final = 8
+_SWEEP: Final = 48
+"""Output tiles that are taken for one row tile before the next: their weights stay in the L2 cache."""
+MOST_EXPERTS: Final = 1024
+
+
+class _Params(ctypes.Structure):
+    """The kernel's `Params`."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("codes", "scales", "row_ends", "out", "acc")),
+        *((name, ctypes.c_uint64) for name in ("out_pitch", "acc_pitch")),
+        *((name, ctypes.c_int) for name in ("experts", "rows", "row_tiles", "out_tiles", "depth_blocks")),
+        *((name, ctypes.c_int) for name in ("sweep", "group_tiles")),
+    ]
+
+
+@dataclass(frozen=True)
+class Form:
+    """A compiled form of the kernel.
+
+    Attributes:
+        bits: of a weight's code, 4 or 8.
+        tokens: of a tile.
+        groups: warpgroups that multiply, 64 weight rows each.
+        wide: float32 results instead of bfloat16.
+        experts: whose row ends shared memory holds; 0 for a product without experts.
+    """
+
+    bits: int
+    tokens: int
+    groups: int
+    wide: bool
+    experts: int = 0
+
+    @property
+    def resident(self) -> int:
+        """Blocks of a multiprocessor: as many as registers allow, and rings of three stages."""
+        if self.bits == 8:
+            return 2 if self.tokens <= 64 else 1
+        return 3 if self.tokens <= 16 else 2 if self.tokens <= 96 else 1
+
+    @property
+    def _stage_bytes(self) -> int:
+        return self.groups * (64 * BLOCK * self.bits // 8 + 256) + self.tokens * BLOCK * 2
+
+    @property
+    def _fixed_bytes(self) -> int:
+        return 1024 + 16 * _MOST_STAGES + 8 * self.experts  # alignment, barriers, ends
+
+    @property
+    def stages(self) -> int:
+        """Stages of the ring."""
+        room = min(_SHARED_OF_ALL // self.resident - _RESERVED, _SHARED_OF_BLOCK) - self._fixed_bytes
+        return min(room // self._stage_bytes, _MOST_STAGES)
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory."""
+        return self.stages * self._stage_bytes + self._fixed_bytes
+
+    def program(self) -> CudaProgram:
+        """Its source."""
+        return CudaProgram(
+            files=(_FOLDER / "hopper.cuh", _FOLDER / "products.cu"),
+            entry="products",
+            macros={
+                "BITS": self.bits,
+                "TOKENS": self.tokens,
+                "STAGES": self.stages,
+                "GROUPS": self.groups,
+                "RESIDENT": self.resident,
+                "WIDE": int(self.wide),
+            },
+            generated=(wgmma("multiply", self.tokens, registers=True),),
+        )
+
+
+def tile_tokens(num_rows: int, experts: int = 1) -> int:
+    """Tokens of a tile for so many rows, spread at random over experts; known without reading who has how many."""
+    mean = num_rows / max(experts, 1)
+    need = mean + 2 * math.sqrt(mean) if experts > 1 else mean  # most experts then need no second tile
+    need = min(need, num_rows)
+    tiles = max(math.ceil(need / _TOKENS[-1]), 1)
+    return next(t for t in _TOKENS if t * tiles >= need)
+
+
+@lru_cache(maxsize=256)
+def _function(device: int, form: Form) -> CudaFunction:
+    with torch.cuda.device(device):
+        return CudaFunction(form.program(), "sm_90a", form.shared_bytes)
+
+
+@lru_cache(maxsize=64)
+def _num_processors(device: int) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def sweep_of(out_tiles: int) -> int:
+    """The largest divisor up to the limit."""
+    return next(s for s in range(min(out_tiles, _SWEEP), 0, -1) if out_tiles % s == 0)
+
+
+def multiply(
+    x: Tensor,
+    weight: QTensor,
+    out: Tensor,
+    *,
+    row_ends: Tensor | None = None,
+    groups: int = 1,
+    acc: Tensor | None = None,
+) -> None:
+    """`out = x W^T + acc` with a packed weight.
+
+    Args:
+        x: [T, groups * K] bfloat16, rows at multiples of 16 bytes.
+        weight: [N, K], [G, N, K] with one group of columns of `x` and of `out` each, or [E, N, K].
+        out: [T, groups * N] bfloat16 or float32, columns side by side, rows at multiples of 8 bytes.
+        row_ends: [E] int32 running ends of the experts' rows; None without experts.
+        groups: matrices that stand side by side.
+        acc: like `out`, float32.
+    """
+    num_rows = x.shape[0]
+    if num_rows == 0:
+        return
+    experts = 0 if row_ends is None else weight.shape[0]
+    num_out, depth = weight.shape[-2:]
+    tokens = tile_tokens(num_rows, max(experts, 1))
+    device = x.device.index
+    processors = _num_processors(device)
+    row_tiles = -(-num_rows // tokens)
+    # few tiles: halves of them occupy twice the multiprocessors
+    halves = experts == 0 and row_tiles * groups * (num_out // BLOCK) < processors
+    form = Form(4 if weight.fmt == "mxfp4" else 8, tokens, 1 if halves else 2, out.dtype == torch.float32, experts)
+    group_tiles = num_out // (64 * form.groups)
+    out_tiles = groups * group_tiles
+    params = _Params(
+        weight.data.data_ptr(),
+        weight.scale.data_ptr(),
+        None if row_ends is None else row_ends.data_ptr(),
+        out.data_ptr(),
+        None if acc is None else acc.data_ptr(),
+        out.stride(0),
+        0 if acc is None else acc.stride(0),
+        experts,
+        num_rows,
+        row_tiles,
+        out_tiles,
+        depth // BLOCK,
+        out_tiles if experts else sweep_of(out_tiles),
+        group_tiles,
+    )
+    most = (row_tiles + min(experts, num_rows)) * out_tiles
+    blocks = min(processors * form.resident, most)
+    _function(device, form).launch((blocks,), 128 * form.groups + 32, (tensor_map(x, tokens, 64), params))
