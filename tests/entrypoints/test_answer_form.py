@@ -208,6 +208,6 @@ def test_a_batch_holds_each_line_to_its_form(llm, tmp_path) -> None:
         "empty-schema": "invalid_structured_output",
         "no-schema": "invalid_parameter",
         "unknown-type": "invalid_structured_output",
-        "bad-grammar": "invalid_grammar",
+        "bad-grammar": "invalid_structured_output",
         "tools-in-text": "unknown_parameter",
     }
