@@ -393,9 +393,12 @@ def test_numbers_given_as_ids_do_not_meet_ids_that_were_made_up(llms) -> None:
     _, llm = llms()
 
     async def go():
-        mine = llm.generate("x", SamplingParams(max_tokens=6), "1")
+        # long enough to be live until the other one has ended, however late this task is woken
+        mine = llm.generate("x", SamplingParams(max_tokens=900, ignore_eos=True), "1")
         await anext(mine)
-        return (await collect(llm.generate("y"))), (await collect(mine))
+        made_up = await collect(llm.generate("y"))
+        assert await llm.abort("1") == 1
+        return made_up, await collect(mine)
 
     made_up, mine = asyncio.run(go())
     assert made_up[-1].error is None and mine[-1].error is None
