@@ -253,7 +253,7 @@ def test_a_request_can_be_aborted_while_its_grammar_compiles(engine) -> None:
 
 def test_without_the_package_the_request_is_refused_at_submit(engine, monkeypatch) -> None:
     monkeypatch.setattr(matching, "find_spec", lambda name: None)
-    with pytest.raises(Exception, match=r"pip install deepinfer\[grammar\]") as caught:
+    with pytest.raises(Exception, match=r"pip install xgrammar") as caught:
         engine.add_request("x", [5], constrained(regex="a"))
     assert caught.value.code == "grammar_unavailable"
     assert not engine.has_unfinished()
