@@ -30,6 +30,7 @@ from deepinfer.ops.reductions import (
     gathered_shape,
     reduce_in_rank_order,
     scattered_shape,
+    sent_apart,
 )
 
 _WORDS: Final = 256
@@ -194,10 +195,7 @@ class HostCommunicator:
         """As `Communicator.all_to_all`."""
         shape = exchanged_shape(tensor, send_splits, recv_splits, self.rank, self.world_size)
         out = self._out("all_to_all", tensor, shape, out)
-        own = tensor.contiguous()
-        if own.untyped_storage().data_ptr() == out.untyped_storage().data_ptr():
-            own = own.clone()  # in place, rows arrive where others have not left yet
-        pieces = list(own.split(list(send_splits)))
+        pieces = list(sent_apart(tensor, out).split(list(send_splits)))
         parts = list(out.split(list(recv_splits)))
         self._exchange("all_to_all", pieces, parts, timeout)
         parts[self.rank].copy_(pieces[self.rank])

@@ -108,6 +108,13 @@ def check_out(op: str, out: Tensor, shape: Sequence[int], tensor: Tensor) -> Non
         )
 
 
+def sent_apart(tensor: Tensor, out: Tensor) -> Tensor:
+    """What an exchange sends, packed: a copy where `out` shares its memory, since rows arrive before others leave."""
+    packed = tensor.contiguous()
+    shares = packed.untyped_storage().data_ptr() == out.untyped_storage().data_ptr()
+    return packed.clone() if shares else packed
+
+
 def check_root(root: int, world_size: int) -> None:
     """Refuse a root that is no rank.
 

@@ -30,6 +30,7 @@ from deepinfer.ops.reductions import (
     gathered_shape,
     reduce_in_rank_order,
     scattered_shape,
+    sent_apart,
 )
 
 MakeGroup = Callable[[Store, int, int, timedelta], ProcessGroup]
@@ -139,7 +140,8 @@ class GroupCommunicator:
         row = tensor.element_size()
         for size in tensor.shape[1:]:
             row *= size
-        self._exchange("all_to_all", out, tensor, [n * row for n in recv_splits], [n * row for n in send_splits])
+        sent = sent_apart(tensor, out)
+        self._exchange("all_to_all", out, sent, [n * row for n in recv_splits], [n * row for n in send_splits])
         return out
 
     def broadcast(

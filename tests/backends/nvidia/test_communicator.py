@@ -84,6 +84,18 @@ def test_all_to_all_with_uneven_and_empty_splits() -> None:
     assert results[1].tolist() == [[1], [2], [10]]
 
 
+def test_all_to_all_in_place_sends_what_was_there_before() -> None:
+    rows = 1 << 18
+
+    def work(comm: GroupCommunicator) -> int:
+        data = torch.arange(2 * rows) + 10 * rows * comm.rank
+        want = comm.all_to_all(data, [rows] * 2, [rows] * 2)
+        assert comm.all_to_all(data, [rows] * 2, [rows] * 2, out=data) is data
+        return int((data != want).sum())
+
+    assert _together(2, work) == [0, 0]
+
+
 def test_results_go_where_the_caller_says() -> None:
     def work(comm: GroupCommunicator) -> bool:
         out = torch.empty(2)
