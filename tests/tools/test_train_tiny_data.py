@@ -110,7 +110,7 @@ def test_a_plan_turns_everything_on_in_turn() -> None:
     plan = Plan(steps=1000)
     order = [plan.phase(step) for step in (0, 300, 450, 600, 900)]
     assert [p.index for p in order] == [False, True, True, True, True]
-    assert [p.draft for p in order] == [False, False, True, True, True]
+    assert [p.draft for p in order] == [False, True, True, True, True]
     assert [p.sparse for p in order] == [False, False, False, True, True]
     assert [p.weights for p in order] == [False, False, False, False, True]
     assert all(p.caches for p in order)

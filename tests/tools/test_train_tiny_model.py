@@ -18,13 +18,13 @@ from deepinfer.models.deepseek_v41_flash.engram_tables import EngramConstants
 from deepinfer.models.deepseek_v41_flash.tensors import expected_tensors
 from deepinfer.models.interface import DraftBatch
 from deepinfer.ops.formats import QTensor
-from deepinfer.ops.quant import dequantize, e4m3_value, ue8m0_value
+from deepinfer.ops.quant import dequantize, e4m3_value, quantize, ue8m0_value
 from tools.train_tiny.attention import select
 from tools.train_tiny.data import Batch
 from tools.train_tiny.draft import Anchors, draft
 from tools.train_tiny.export import export
 from tools.train_tiny.model import Backbone
-from tools.train_tiny.rounding import as_stored, quantize_blocks, stored_values, through
+from tools.train_tiny.rounding import changes_by_storing, quantize_blocks, rounded, stored_values, through
 from tools.train_tiny.settings import ALIGNMENT, EXPORTED, MINI_VOCAB, Phase
 from tools.train_tiny.store import WeightStore
 
@@ -205,14 +205,27 @@ def test_rounding_passes_its_gradient(fmt) -> None:
     assert torch.equal(x.grad, torch.arange(64.0).expand(5, 64))
 
 
-@pytest.mark.parametrize("storage", ["bf16", "fp8_blocks", "fp8_rows", "fp4"])
-def test_a_weight_as_stored_keeps_its_gradient(storage) -> None:
-    weight = torch.randn(33, 64, generator=torch.Generator().manual_seed(2), requires_grad=True)
-    stored = as_stored(weight, storage)
-    assert torch.allclose(stored, stored_values(weight.detach(), storage), atol=1e-6)
-    assert not torch.equal(stored, weight)
-    stored.sum().backward()
-    assert torch.equal(weight.grad, torch.ones(33, 64))
+@pytest.mark.parametrize("fmt", ["mxfp8", "mxfp4", "nvfp4"])
+def test_rounded_values_are_those_of_codes(fmt) -> None:
+    draw = torch.Generator().manual_seed(3)
+    spread = 2.0 ** torch.randint(-20, 12, (400, 1), generator=draw)
+    x = torch.cat(
+        (torch.randn(400, 64, generator=draw) * spread, torch.arange(-32.0, 32.0)[None] / 4, torch.zeros(1, 64))
+    )
+    assert torch.equal(rounded(x, fmt), dequantize(quantize(x, fmt), torch.float32))
+
+
+@pytest.mark.parametrize("storage", ["bf16", "fp8_blocks", "fp8_rows", "fp4", "f32"])
+def test_weights_are_changed_by_storing_as_each_would_be_alone(storage) -> None:
+    draw = torch.Generator().manual_seed(2)
+    weights = {
+        name: torch.randn(shape, generator=draw) for name, shape in (("a", (33, 64)), ("b", (33, 64)), ("c", (7, 32)))
+    }
+    changes = changes_by_storing(weights, dict.fromkeys(weights, storage))
+    assert sorted(changes) == ([] if storage == "f32" else ["a", "b", "c"])
+    for name, change in changes.items():
+        assert float(change.abs().max()) > 0
+        assert torch.allclose(weights[name] + change, stored_values(weights[name], storage), atol=1e-6)
 
 
 def test_blocks_of_32_share_a_power_of_two() -> None:

@@ -10,6 +10,7 @@ from deepinfer import LLM
 from deepinfer.core.tokenizer import TOKENIZER_FILE
 from tools.train_tiny.__main__ import main
 from tools.train_tiny.data import BatchMaker
+from tools.train_tiny.functions import Functions, probabilities, sinkhorn
 from tools.train_tiny.optim import orthogonal
 from tools.train_tiny.settings import Plan
 from tools.train_tiny.trainer import DivergedError, ResumeError, StepReport, Trainer
@@ -71,10 +72,11 @@ def test_the_indexer_learns_from_distillation_alone_and_teaches_nothing_else(mak
             assert torch.allclose(p.grad, with_index[name], atol=1e-7), name
 
 
-def test_the_draft_teaches_the_backbone_nothing(make_trainer, maker) -> None:
+@pytest.mark.parametrize("share", [0.0, 0.5])
+def test_the_draft_teaches_the_backbone_the_share_that_the_plan_gives(make_trainer, maker, share) -> None:
     from tools.train_tiny.losses import losses
 
-    trainer = make_trainer(everything())
+    trainer = make_trainer(everything(draft_gradient=share))
     batch = maker(0)
     grads = []
     for drafts in (False, True):
@@ -85,9 +87,11 @@ def test_the_draft_teaches_the_backbone_nothing(make_trainer, maker) -> None:
             p.grad is not None for name, p in trainer.store.named() if name.startswith("mtp.") and "bias" not in name
         ]
         assert all(drafted) if drafts else not any(drafted)
-    for name, grad in grads[0].items():
-        if grad is not None:
-            assert torch.allclose(grad, grads[1][name], atol=1e-7), name
+    same = [torch.allclose(grad, grads[1][name], atol=1e-7) for name, grad in grads[0].items() if grad is not None]
+    assert all(same) if share == 0 else not all(same)
+    assert torch.allclose(
+        grads[0]["head.weight"], grads[1]["head.weight"], atol=1e-7
+    )  # shared with the draft, not taught
 
 
 def test_a_resumed_run_has_the_bits_of_one_that_was_not_stopped(make_trainer, maker, tmp_path) -> None:
@@ -133,20 +137,57 @@ def test_long_rows_taken_in_pieces_give_the_same_gradients(make_trainer, maker, 
         assert torch.allclose(grad, piecewise_grads[name], rtol=1e-2, atol=1e-4 * float(grad.abs().max()) + 1e-9), name
 
 
-def test_the_stream_normalisation_can_be_compiled_whole() -> None:
-    from tools.train_tiny.layers import sinkhorn
+def listed(found):
+    return found if isinstance(found, tuple) else (found,)
 
+
+def compiled_arguments():
+    """Arguments of every function that may be compiled."""
+    draw = torch.Generator().manual_seed(0)
+
+    def new(*shape):
+        return torch.randn(shape, generator=draw, requires_grad=True)
+
+    return {
+        "mixing": (new(7, 24), new(3), new(24), 20, 1e-6),
+        "read_normed": (new(7, 4, 32), new(7, 4), new(32), 1e-20),
+        "written": (new(7, 32), new(7, 4, 32), new(7, 4), new(7, 4, 4)),
+        "gated": (new(7, 32), new(7, 32), 1.0),
+        "routed_rows": (new(7, 32), new(7, 32), new(7, 4), 1.0),
+        "probabilities": (new(2, 3, 5, 8), torch.ones(2, 1, 5, 8, dtype=torch.bool).tril(), new(3), 0.5),
+        "through": (new(7, 64), "nvfp4"),
+    }
+
+
+@pytest.mark.parametrize("name", sorted(vars(Functions())))
+def test_a_function_that_may_be_compiled_is_compiled_whole(name) -> None:
+    function, arguments = getattr(Functions(), name), compiled_arguments()[name]
+    compiled = torch.compile(function, backend="aot_eager", fullgraph=True, dynamic=True)
+    wants, finds = (
+        (found if isinstance(found, tuple) else (found,)) for found in (function(*arguments), compiled(*arguments))
+    )
+    for want, found in zip(wants, finds, strict=True):
+        assert torch.allclose(want, found, atol=1e-6)
+
+
+def test_streams_are_mixed_by_nearly_doubly_stochastic_matrices() -> None:
     logits = torch.randn(7, 4, 4, generator=torch.Generator().manual_seed(0))
-    compiled = torch.compile(sinkhorn, backend="aot_eager", fullgraph=True)
-    assert torch.allclose(compiled(logits, 20, 1e-6), sinkhorn(logits, 20, 1e-6))
     assert torch.allclose(sinkhorn(logits, 20, 1e-6).sum(1), torch.ones(7, 4), atol=1e-4)
+
+
+def test_probabilities_leave_the_share_of_the_sink_out() -> None:
+    scores, seen = torch.randn(1, 2, 3, 5), torch.rand(1, 1, 3, 5) > 0.3
+    seen[0, 0, 1] = False
+    sink = torch.tensor([0.3, -2.0])
+    columns = torch.cat((scores.masked_fill(~seen, -torch.inf), sink[:, None, None].expand(1, 2, 3, 1)), -1)
+    assert torch.allclose(probabilities(scores, seen, sink, 1.0), columns.softmax(-1)[..., :-1], atol=1e-6)
 
 
 def test_a_machine_that_cannot_compile_trains_all_the_same(config, encoder, maker, monkeypatch, capsys) -> None:
     def broken(*_):
         raise RuntimeError("no compiler here\nand more")
 
-    monkeypatch.setattr(torch, "compile", lambda function: broken)
+    monkeypatch.setattr(torch, "compile", lambda function, **_: broken)
     trainer = Trainer(config, encoder, PLAN, device=torch.device("cpu"), dtype=torch.float32, compiled=True)
     assert "slower: RuntimeError: no compiler here\n" in capsys.readouterr().out
     assert bool(torch.isfinite(trainer.train(maker(0)).values).all())

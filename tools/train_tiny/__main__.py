@@ -189,7 +189,7 @@ def _plan(options: argparse.Namespace, folder: Path) -> Plan:
     return Plan(**{**kept, "long_rows": tuple(kept["long_rows"])})
 
 
-_PLANNED = ("steps", "tokens", "seed", "row", "long_every", "matrix_lr", "other_lr")
+_PLANNED = ("steps", "tokens", "seed", "row", "long_every", "matrix_lr", "other_lr", "table_lr")
 
 
 def _device(name: str) -> torch.device:

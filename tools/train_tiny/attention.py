@@ -6,6 +6,7 @@ a document's entries are consecutive and masks by document keep them apart.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -34,67 +35,76 @@ class Entries:
     selected: Tensor | None = None
 
 
+@dataclass(frozen=True)
+class View:
+    """What is common to all queries of a layer.
+
+    Attributes:
+        documents: [B, S].
+        sink: [heads].
+        window: positions a query sees, itself included.
+        shares: whether the probabilities of entries are wanted.
+    """
+
+    documents: Tensor
+    sink: Tensor
+    window: int
+    shares: bool
+
+
+Softmax = Callable[[Tensor, Tensor, Tensor, float], Tensor]
+"""The form of `functions.probabilities`."""
+
+
 def attend(
-    q: Tensor, keys: Tensor, documents: Tensor, sink: Tensor, window: int, entries: Entries | None
+    q: Tensor, keys: Tensor, view: View, entries: Entries | None, softmax: Softmax
 ) -> tuple[Tensor, Tensor | None]:
     """Causal attention inside documents; key equals value.
 
     Args:
-        q: [B, S, heads, D]; S is a multiple of `window`.
+        q: [B, S, heads, D]; S is a multiple of the window.
         keys: [B, S, D] window KV of this layer.
-        documents: [B, S].
-        sink: [heads].
-        window: positions a query sees, itself included.
+        view: what queries see.
         entries: compressed ones, or None for a window-only layer.
+        softmax: `functions.probabilities`.
 
     Returns:
-        [B, S, heads, D], and the probabilities of entries summed over heads, [B, S, C] without gradient; None without
-        entries.
+        [B, S, heads, D], and the probabilities of entries summed over heads, [B, S, C] float32 without gradient; None
+        where they are not wanted.
     """
     length = q.shape[1]
-    step = max(_QUERIES_AT_ONCE // window, 1) * window
+    step = max(_QUERIES_AT_ONCE // view.window, 1) * view.window
     if length <= step:
-        return _attend_rows(q, keys, documents, sink, window, entries, 0)
+        return _attend_rows(q, keys, view, entries, softmax, 0)
     outputs, shares = [], []
     for start in range(0, length, step):
-        o, p = checkpoint(
-            _attend_rows,
-            q[:, start : start + step],
-            keys,
-            documents,
-            sink,
-            window,
-            entries,
-            start,
-            use_reentrant=False,
-        )
+        part = q[:, start : start + step]
+        o, p = checkpoint(_attend_rows, part, keys, view, entries, softmax, start, use_reentrant=False)
         outputs.append(o)
         shares.append(p)
-    return torch.cat(outputs, 1), None if entries is None else torch.cat(shares, 1)
+    return torch.cat(outputs, 1), torch.cat(shares, 1) if shares[0] is not None else None
 
 
 def _attend_rows(
-    q: Tensor, keys: Tensor, documents: Tensor, sink: Tensor, window: int, entries: Entries | None, start: int
+    q: Tensor, keys: Tensor, view: View, entries: Entries | None, softmax: Softmax, start: int
 ) -> tuple[Tensor, Tensor | None]:
     rows, length, heads, dim = q.shape
-    bands = q.unflatten(1, (-1, window))
-    band_keys, seen = _bands(keys, documents, window, start, length)
-    scores = torch.einsum("bnwhd,bnkd->bnhwk", bands, band_keys)
-    mask = seen[:, :, None]
+    bands = q.unflatten(1, (-1, view.window))
+    band_keys, seen = _bands(keys, view.documents, view.window, start, length)
+    scores, mask = torch.einsum("bnwhd,bnkd->bnhwk", bands, band_keys), seen[:, :, None]
     if entries is not None:
         mine = torch.einsum("bnwhd,bcd->bnhwc", bands, entries.values)
-        visible = _visible(documents, entries, start, length).unflatten(1, (-1, window))[:, :, None]
+        visible = _visible(view.documents, entries, start, length).unflatten(1, (-1, view.window))[:, :, None]
         scores, mask = torch.cat((scores, mine), -1), torch.cat((mask, visible), -1)
-    scores = (scores.float() * dim**-0.5).masked_fill(~mask, -torch.inf)
-    column = sink.float()[:, None, None].expand(*scores.shape[:-1], 1)
-    p = torch.cat((scores, column), -1).softmax(-1)[..., :-1]
+    p = softmax(scores, mask, view.sink, dim**-0.5)
     width = band_keys.shape[2]
-    weights = p.to(q.dtype)
-    o = torch.einsum("bnhwk,bnkd->bnwhd", weights[..., :width], band_keys)
-    if entries is None:
-        return o.reshape(rows, length, heads, dim), None
-    o = o + torch.einsum("bnhwc,bcd->bnwhd", weights[..., width:], entries.values)
-    return o.reshape(rows, length, heads, dim), p[..., width:].detach().sum(2).flatten(1, 2)
+    o = torch.einsum("bnhwk,bnkd->bnwhd", p[..., :width], band_keys)
+    if entries is not None:
+        o = o + torch.einsum("bnhwc,bcd->bnwhd", p[..., width:], entries.values)
+    shares = None
+    if entries is not None and view.shares:
+        shares = p[..., width:].detach().float().sum(2).flatten(1, 2)
+    return o.reshape(rows, length, heads, dim), shares
 
 
 def _bands(keys: Tensor, documents: Tensor, window: int, start: int, length: int) -> tuple[Tensor, Tensor]:

@@ -38,6 +38,8 @@ _SHORT = {
     "text": 0.7,
 }
 _LONG = {"tool_call": 1.0, "pass_key": 1.0}
+_LONG_ROOM = 672
+"""Tokens that a tool call with its schemas fits in."""
 
 
 @dataclass(frozen=True)
@@ -130,9 +132,9 @@ class BatchMaker:
     def _documents(self, rng: random.Random, step: int, row: int, length: int) -> Iterator[Document]:
         """Documents that fill a row, the last one cut where the row ends."""
         left, number = length, 0
-        is_long = length > self._plan.row
         while left > 0:
-            mixture = _LONG if is_long and number == 0 else _SHORT
+            # Long rows hold long documents first, and others where those no longer fit.
+            mixture = _LONG if left > _LONG_ROOM and (number == 0 or rng.random() < 0.7) else _SHORT
             task = rng.choices([*mixture], [*mixture.values()])[0]
             document = self._draw(rng, task, (step * 4096 + row) * 256 + number, left)
             number += 1

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from deepinfer.models.deepseek_v41_flash.config import TextConfig
 from deepinfer.ops.mhc import mhc_expand
 from deepinfer.ops.rope import rope
+from tools.train_tiny.attention import Softmax
 from tools.train_tiny.layers import Balance, Block, Streams
 from tools.train_tiny.model import Backbone, Passed, project_output, project_queries, window_keys
 from tools.train_tiny.settings import Phase
@@ -51,7 +52,7 @@ class Drafted:
 def draft(
     backbone: Backbone, passed: Passed, positions: Tensor, documents: Tensor, anchors: Anchors, phase: Phase
 ) -> Drafted:
-    """Draft behind anchors; the backbone gets no gradient.
+    """Draft behind anchors; of its gradient the backbone gets the phase's share.
 
     Args:
         backbone: the model.
@@ -63,10 +64,14 @@ def draft(
     """
     config, weights = backbone.config, passed.weights
     count, places = config.dspark_block_size, config.num_nextn_predict_layers
-    streams, balance = Streams(config, weights, backbone.normalise), Balance(passed.balance.loss.new_zeros(()))
-    features = weights.linear(passed.features.detach(), "mtp.0.main_proj")
+    streams, balance = Streams(config, weights), Balance(passed.balance.loss.new_zeros(()))
+    taught = phase.draft_gradient
+    features = passed.features.detach()
+    if taught:
+        features = features + taught * (passed.features - features)  # same values, a share of the gradient
+    features = weights.linear(features, "mtp.0.main_proj")
     features = weights.norm(features, "mtp.0.main_norm", config.rms_norm_eps)
-    sight = _Sight(config, positions, documents, anchors)
+    sight = _Sight(config, positions, documents, anchors, weights.functions.probabilities)
     ids = torch.full_like(anchors.tokens[:, :count], config.dspark_noise_token_id)
     ids[:, 0] = anchors.tokens[:, 0]
     embedded = F.embedding(ids.flatten(), weights["embed.weight"].detach()).to(backbone.dtype)
@@ -84,8 +89,8 @@ def draft(
 
         block = Block(config, weights, streams, name, config.dspark_num_experts_per_tok, balance)
         h, pre = block(h, pre, attend)
-    collapsed = streams.read(h, pre)
     last = f"mtp.{places - 1}"
+    collapsed = (pre[..., None] * h.float()).sum(1).to(h.dtype)
     normed = weights.norm(collapsed, f"{last}.norm", config.rms_norm_eps)
     base = F.linear(normed, weights["head.weight"].detach().to(normed.dtype)).float().unflatten(0, (-1, count))
     before = F.embedding(anchors.tokens[:, :count], weights[f"{last}.markov_head.embed.weight"])
@@ -98,7 +103,9 @@ def draft(
 class _Sight:
     """What the places of a draft block see: the window before the anchor, and the whole block."""
 
-    def __init__(self, config: TextConfig, positions: Tensor, documents: Tensor, anchors: Anchors) -> None:
+    def __init__(
+        self, config: TextConfig, positions: Tensor, documents: Tensor, anchors: Anchors, softmax: Softmax
+    ) -> None:
         window, count = config.sliding_window, config.dspark_block_size
         length = documents.shape[1]
         before = anchors.places[:, None] - window + torch.arange(window, device=positions.device)
@@ -109,14 +116,13 @@ class _Sight:
         first = positions[anchors.rows, anchors.places][:, None]
         self.positions = (first + torch.arange(count, device=positions.device)).flatten()
         self._count = count
+        self._softmax = softmax
 
     def attend(self, q: Tensor, own: Tensor, context: Tensor, sink: Tensor) -> Tensor:
         """Queries [N * D, heads, dim] over context [T, dim] and the block's own keys [N * D, dim]."""
         keys = torch.cat((context[self._index], own.unflatten(0, (-1, self._count))), 1)
         queries = q.unflatten(0, (-1, self._count))
-        scores = torch.einsum("nphd,nkd->nphk", queries, keys).float() * q.shape[-1] ** -0.5
+        scores = torch.einsum("nphd,nkd->nhpk", queries, keys)
         seen = F.pad(self._seen, (0, self._count), value=True)[:, None, None]
-        scores = scores.masked_fill(~seen, -torch.inf)
-        column = sink.float()[:, None].expand(*scores.shape[:-1], 1)
-        p = torch.cat((scores, column), -1).softmax(-1)[..., :-1].to(q.dtype)
-        return torch.einsum("nphk,nkd->nphd", p, keys).flatten(0, 1)
+        p = self._softmax(scores, seen, sink, q.shape[-1] ** -0.5)
+        return torch.einsum("nhpk,nkd->nphd", p, keys).flatten(0, 1)

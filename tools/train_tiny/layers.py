@@ -18,6 +18,8 @@ from deepinfer.models.deepseek_v41_flash.engram_tables import EngramConstants
 from deepinfer.ops.engram import engram_gate, engram_hash, engram_ngrams
 from deepinfer.ops.moe import moe_gate
 from deepinfer.ops.norm import rms_norm
+from tools.train_tiny.functions import Functions
+from tools.train_tiny.settings import Phase
 from tools.train_tiny.store import WeightStore
 
 
@@ -40,36 +42,47 @@ class Weights:
     Args:
         store: where they come from.
         dtype: of activations.
+        phase: what is rounded.
+        functions: as they are or compiled.
     """
 
-    def __init__(self, store: WeightStore, dtype: torch.dtype) -> None:
+    def __init__(self, store: WeightStore, dtype: torch.dtype, phase: Phase, functions: Functions) -> None:
         self._store = store
         self._dtype = dtype
+        self._phase = phase
+        self._changes = store.changes() if phase.weights else {}
         self._made: dict[str, Tensor] = {}
+        self._cast: dict[str, Tensor] = {}
+        self.functions = functions
 
     def __getitem__(self, name: str) -> Tensor:
-        """The float32 weight."""
+        """The float32 weight, as it will be stored where the phase rounds weights."""
         if name not in self._made:
-            self._made[name] = self._store.get(name)
+            weight, change = self._store.raw(name), self._changes.get(name)
+            self._made[name] = weight if change is None else weight + change
         return self._made[name]
+
+    def cast(self, name: str) -> Tensor:
+        """The weight in the dtype of activations."""
+        if name not in self._cast:
+            self._cast[name] = self[name].to(self._dtype)
+        return self._cast[name]
+
+    def factor(self, x: Tensor, name: str) -> Tensor:
+        """`x` as the product with weight `name` reads it: rounded where the phase does that and the weight has codes.
+
+        The grouped half of the output projection is the exception, as in the model.
+        """
+        has_codes = self._store.storage[name] in ("fp8_blocks", "fp4") and not name.endswith("wo_a.weight")
+        return self.functions.through(x, "mxfp8") if self._phase.activations and has_codes else x
 
     def linear(self, x: Tensor, name: str) -> Tensor:
         """`x W^T` in the dtype of activations."""
-        return F.linear(x, self[f"{name}.weight"].to(self._dtype))
+        return F.linear(self.factor(x, f"{name}.weight"), self.cast(f"{name}.weight"))
 
     def norm(self, x: Tensor, name: str, eps: float) -> Tensor:
         """RMSNorm over the last axis."""
         return rms_norm(x, self[f"{name}.weight"], eps)
-
-
-def sinkhorn(logits: Tensor, iters: int, eps: float) -> Tensor:
-    """[T, M, M] logits to nearly doubly stochastic matrices; `iters` counts the softmax and its column step as one."""
-    comb = logits.softmax(-1) + eps
-    comb = comb / (comb.sum(1, keepdim=True) + eps)
-    for _ in range(iters - 1):
-        comb = comb / (comb.sum(2, keepdim=True) + eps)
-        comb = comb / (comb.sum(1, keepdim=True) + eps)
-    return comb
 
 
 class Streams:
@@ -78,37 +91,26 @@ class Streams:
     Args:
         config: of the model.
         weights: of the pass.
-        normalise: `sinkhorn`, or a compiled form of it.
     """
 
-    def __init__(
-        self, config: TextConfig, weights: Weights, normalise: Callable[[Tensor, int, float], Tensor] = sinkhorn
-    ) -> None:
+    def __init__(self, config: TextConfig, weights: Weights) -> None:
         self._config = config
         self._weights = weights
-        self._normalise = normalise
 
     def mix(self, h: Tensor, name: str) -> tuple[Tensor, Tensor, Tensor]:
         """Streams [T, M, H] to pre [T, M], post [T, M], comb [T, M, M]; float32."""
-        config, count = self._config, self._config.hc_mult
-        scale, base = self._weights[f"{name}_scale"], self._weights[f"{name}_base"]
+        config, weights = self._config, self._weights
         s = h.float().flatten(1)
-        m = F.linear(s, self._weights[f"{name}_fn"]) * (s.square().mean(-1, keepdim=True) + config.rms_norm_eps).rsqrt()
-        first, second, third = m.split((count, count, count * count), 1)
-        base_pre, base_post, base_comb = base.split((count, count, count * count))
-        pre = torch.sigmoid(first * scale[0] + base_pre) + config.hc_eps
-        post = 2 * torch.sigmoid(second * scale[1] + base_post)
-        logits = (third * scale[2] + base_comb).unflatten(1, (count, count))
-        return pre, post, self._normalise(logits, config.hc_sinkhorn_iters, config.hc_eps)
+        scale = (s.square().mean(-1, keepdim=True) + config.rms_norm_eps).rsqrt()
+        m = F.linear(s, weights[f"{name}_fn"]) * scale
+        return weights.functions.mixing(
+            m, weights[f"{name}_scale"], weights[f"{name}_base"], config.hc_sinkhorn_iters, config.hc_eps
+        )
 
-    def read(self, h: Tensor, pre: Tensor) -> Tensor:
-        """`sum_i pre_i h_i`: [T, H]."""
-        return torch.bmm(pre[:, None], h.float())[:, 0].to(h.dtype)
-
-    def write(self, y: Tensor, h: Tensor, post: Tensor, comb: Tensor) -> Tensor:
-        """`post_j y + sum_i comb_ij h_i`: [T, M, H]."""
-        kept = torch.bmm(comb.transpose(1, 2), h.float())
-        return torch.addcmul(kept, post[..., None], y.float()[:, None]).to(h.dtype)
+    def read(self, h: Tensor, pre: Tensor, norm: str) -> Tensor:
+        """`sum_i pre_i h_i`, normed: [T, H]."""
+        weight, eps = self._weights[f"{norm}.weight"], self._config.rms_norm_eps
+        return self._weights.functions.read_normed(h, pre, weight, eps)
 
 
 class Block:
@@ -135,13 +137,12 @@ class Block:
 
     def __call__(self, h: Tensor, pre: Tensor, attend: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
         """Streams [T, M, H] and read weights [T, M] to the next layer's; `attend` maps [T, H] rows to rows."""
-        streams, weights, name, eps = self._streams, self._weights, self._name, self._config.rms_norm_eps
+        streams, name, written = self._streams, self._name, self._weights.functions.written
         next_pre, post, comb = streams.mix(h, f"{name}.hc_attn")
-        y = attend(weights.norm(streams.read(h, pre), f"{name}.attn_norm", eps))
-        h = streams.write(y, h, post, comb)
+        h = written(attend(streams.read(h, pre, f"{name}.attn_norm")), h, post, comb)
         last_pre, post, comb = streams.mix(h, f"{name}.hc_ffn")
-        y = self._experts(weights.norm(streams.read(h, next_pre), f"{name}.ffn_norm", eps))
-        return streams.write(y, h, post, comb), last_pre
+        h = written(self._experts(streams.read(h, next_pre, f"{name}.ffn_norm")), h, post, comb)
+        return h, last_pre
 
     def _experts(self, x: Tensor) -> Tensor:
         """All experts on all rows, with weight 0 where they were not chosen.
@@ -156,18 +157,14 @@ class Block:
         )
         routed = torch.zeros_like(logits).scatter(1, chosen, shares)
         self._note(logits, routed)
-        w1, w3 = (weights[f"{ffn}.experts.{w}.weight"].to(x.dtype) for w in ("w1", "w3"))
-        gate, up = F.linear(x, w1.flatten(0, 1)), F.linear(x, w3.flatten(0, 1))
-        hidden = self._swiglu(gate, up).unflatten(1, (logits.shape[1], -1)) * routed[..., None]
-        w2 = weights[f"{ffn}.experts.w2.weight"].to(x.dtype).transpose(1, 2).flatten(0, 1)
-        y: Tensor = (hidden.to(x.dtype).flatten(1) @ w2).float()
+        functions, limit = weights.functions, config.swiglu_limit
+        coded = weights.factor(x, f"{ffn}.experts.w1.weight")
+        gate, up = (F.linear(coded, weights.cast(f"{ffn}.experts.{w}.weight").flatten(0, 1)) for w in ("w1", "w3"))
+        hidden = weights.factor(functions.routed_rows(gate, up, routed, limit), f"{ffn}.experts.w2.weight")
+        y: Tensor = (hidden @ weights.cast(f"{ffn}.experts.w2.weight").transpose(1, 2).flatten(0, 1)).float()
         shared = f"{ffn}.shared_experts"
-        hidden = self._swiglu(weights.linear(x, f"{shared}.w1"), weights.linear(x, f"{shared}.w3")).to(x.dtype)
-        return (y + weights.linear(hidden, f"{shared}.w2").float()).to(x.dtype)
-
-    def _swiglu(self, gate: Tensor, up: Tensor) -> Tensor:
-        limit = self._config.swiglu_limit
-        return F.silu(gate.float().clamp(max=limit)) * up.float().clamp(-limit, limit)
+        own = functions.gated(weights.linear(x, f"{shared}.w1"), weights.linear(x, f"{shared}.w3"), limit).to(x.dtype)
+        return (y + weights.linear(own, f"{shared}.w2").float()).to(x.dtype)
 
     def _note(self, logits: Tensor, routed: Tensor) -> None:
         loads = (routed > 0).float().mean(0) / self._per_token

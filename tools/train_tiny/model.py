@@ -6,7 +6,6 @@ engine's.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -20,6 +19,7 @@ from deepinfer.ops.mhc import mhc_expand
 from deepinfer.ops.rope import o_rope, plain_frequencies, rope, rope_table, yarn_frequencies
 from tools.train_tiny.attention import (
     Entries,
+    View,
     attend,
     candidates,
     distillation,
@@ -27,8 +27,8 @@ from tools.train_tiny.attention import (
     select,
 )
 from tools.train_tiny.data import Batch
-from tools.train_tiny.layers import Balance, Block, Engram, Streams, Weights, sinkhorn
-from tools.train_tiny.rounding import through
+from tools.train_tiny.functions import Functions
+from tools.train_tiny.layers import Balance, Block, Engram, Streams, Weights
 from tools.train_tiny.settings import Phase
 from tools.train_tiny.store import WeightStore
 
@@ -94,7 +94,7 @@ class Backbone:
         constants: Engram's, on the device of the weights.
         dtype: of activations.
         exact_choice: break ties between entries as the engine does.
-        normalise: `layers.sinkhorn`, or a compiled form of it.
+        functions: as they are or compiled.
     """
 
     def __init__(
@@ -104,12 +104,12 @@ class Backbone:
         dtype: torch.dtype,
         *,
         exact_choice: bool = False,
-        normalise: Callable[[Tensor, int, float], Tensor] = sinkhorn,
+        functions: Functions | None = None,
     ) -> None:
         self.config = store.config.text
         self.store = store
         self.dtype = dtype
-        self.normalise = normalise
+        self.functions = functions or Functions()
         self._exact = exact_choice
         self._engram = Engram(self.config, constants)
         device = store.raw("embed.weight").device
@@ -119,9 +119,8 @@ class Backbone:
     def __call__(self, batch: Batch, phase: Phase) -> Passed:
         """Run all layers on a batch."""
         config = self.config
-        self.store.rounds = phase.weights
-        weights = Weights(self.store, self.dtype)
-        streams = Streams(config, weights, self.normalise)
+        weights = Weights(self.store, self.dtype, phase, self.functions)
+        streams = Streams(config, weights)
         balance = Balance(torch.zeros((), device=batch.ids.device))
         ids, positions = batch.ids.flatten(), batch.positions.flatten()
         h, pre = mhc_expand(F.embedding(ids, weights["embed.weight"]).to(self.dtype), config.hc_mult)
@@ -136,7 +135,7 @@ class Backbone:
                 features.append(h.float().mean(1).to(h.dtype))
             block = Block(config, weights, streams, name, config.num_experts_per_tok, balance)
             h, pre = block(h, pre, partial(run.attention, layer=layer))
-        hidden = weights.norm(streams.read(h, pre), "norm", config.rms_norm_eps)
+        hidden = streams.read(h, pre, "norm")
         return Passed(hidden, torch.cat(features, 1), balance, run.finish(), weights)
 
     def logits(self, passed: Passed) -> Tensor:
@@ -157,13 +156,13 @@ def window_keys(
     keys = rope(
         weights.norm(weights.linear(x, f"{name}.wkv"), f"{name}.kv_norm", config.rms_norm_eps), positions, table
     )
-    return through(keys, "mxfp8") if phase.caches else keys
+    return weights.functions.through(keys, "mxfp8") if phase.caches else keys
 
 
 def project_output(o: Tensor, positions: Tensor, table: Tensor, weights: Weights, name: str, groups: int) -> Tensor:
     """[T, heads, D] to [T, H]: rotated back, then both halves of the output projection."""
     grouped = o_rope(o, positions, table, groups)
-    first = weights[f"{name}.wo_a.weight"].to(o.dtype).unflatten(0, (groups, -1))
+    first = weights.cast(f"{name}.wo_a.weight").unflatten(0, (groups, -1))
     return weights.linear(torch.einsum("tgk,gnk->tgn", grouped, first).flatten(1), f"{name}.wo_b")
 
 
@@ -205,8 +204,9 @@ class _Run:
             assert self._values is not None, "the configuration was checked: a source runs first"
             entries = Entries(self._values, ratio, self._choice.selected)
         sink = self._weights[f"{name}.attn_sink"]
-        o, shares = attend(q, keys, self._batch.documents, sink, config.sliding_window, entries)
-        if shares is not None and self._choice.scores is not None:
+        view = View(self._batch.documents, sink, config.sliding_window, self._choice.scores is not None)
+        o, shares = attend(q, keys, view, entries, self._weights.functions.probabilities)
+        if shares is not None:
             self._choice.shares = shares if self._choice.shares is None else self._choice.shares + shares
         return project_output(o.flatten(0, 1), self._positions, table, self._weights, name, config.o_groups)
 
@@ -237,6 +237,7 @@ class _Run:
         key = weights.norm(weights.linear(latent.detach(), f"{name}.indexer.wk"), f"{name}.indexer.k_norm", eps)
         key = rope(key, positions, self._rotary.scaled)
         if self._phase.caches:
+            through = weights.functions.through
             values, key = through(values, "nvfp4"), through(key, "mxfp4")
         rows = self._shape[0]
         self._values, self._index_keys = values.unflatten(0, (rows, -1)), key.unflatten(0, (rows, -1))
@@ -267,7 +268,7 @@ class _Run:
         q = weights.linear(latent, f"{name}.wq_b").unflatten(1, (-1, config.index_head_dim))
         q = rope(q, self._positions, self._rotary.scaled)
         if self._phase.caches:
-            q = through(q, "mxfp4")
+            q = weights.functions.through(q, "mxfp4")
         scale = config.index_head_dim**-0.5 * config.index_n_heads**-0.5
         head_weights = weights.linear(x, f"{name}.weights_proj") * scale
         assert self._index_keys is not None, "the configuration was checked: a source runs first"

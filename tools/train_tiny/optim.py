@@ -17,6 +17,7 @@ from tools.train_tiny.store import WeightStore
 
 _OTHERS = ("embed.weight", "head.weight", "_fn", ".gate.weight", "proj.weight", "q_weight", "k_weight")
 """Ends of the names of matrices that AdamW trains: tables, and what makes few numbers of many."""
+_TABLES = ("embed.weight",)
 _MOMENTUM = 0.95
 _DECAY = 0.02
 _BIAS_STEP = 1e-3
@@ -30,24 +31,27 @@ class Optimizer:
         store: the weights.
         matrix_lr: full rate of Muon.
         other_lr: full rate of AdamW.
+        table_lr: full rate of AdamW for tables of rows, of which a step sees few.
     """
 
-    def __init__(self, store: WeightStore, matrix_lr: float, other_lr: float) -> None:
+    def __init__(self, store: WeightStore, matrix_lr: float, other_lr: float, table_lr: float) -> None:
         self._store = store
-        self._matrix_lr, self._other_lr = matrix_lr, other_lr
+        self._matrix_lr = matrix_lr
         trained = [(name, p) for name, p in store.named() if p.requires_grad]
         self._matrices: dict[tuple[int, ...], list[tuple[str, nn.Parameter]]] = defaultdict(list)
-        others = []
+        others, tables = [], []
         for name, p in trained:
             if p.dim() < 2 or (name.endswith(_OTHERS) and not name.endswith("main_proj.weight")):
-                others.append(p)
+                (tables if name.endswith(_TABLES) else others).append(p)
             else:
                 self._matrices[tuple(p.shape)].append((name, p))
         self._momenta = {
             shape: torch.zeros(len(group), *shape, device=group[0][1].device) for shape, group in self._matrices.items()
         }
-        self._others = others
-        self._adam = torch.optim.AdamW(others, lr=other_lr, betas=(0.9, 0.95), eps=1e-10, weight_decay=0.0)
+        self._others = [*others, *tables]
+        self._full_rates = (other_lr, table_lr)
+        groups = [{"params": others}, {"params": tables}]
+        self._adam = torch.optim.AdamW(groups, lr=other_lr, betas=(0.9, 0.95), eps=1e-10, weight_decay=0.0)
 
     def step(self, rate: float, loads: Mapping[str, Tensor]) -> None:
         """Move weights along their gradients, which are cleared, and biases by the loads of experts.
@@ -57,8 +61,8 @@ class Optimizer:
             loads: by layer name, [E] share of choices.
         """
         torch.nn.utils.clip_grad_norm_(self._others, _LARGEST_NORM)
-        for settings in self._adam.param_groups:
-            settings["lr"] = self._other_lr * rate
+        for settings, full in zip(self._adam.param_groups, self._full_rates, strict=True):
+            settings["lr"] = full * rate
         self._adam.step()
         self._adam.zero_grad(set_to_none=True)
         for shape, group in self._matrices.items():

@@ -23,13 +23,17 @@ class Phase:
         sparse: attend to the indexer's selection; otherwise to everything visible.
         index: train the indexer on the attention's own distribution.
         draft: train the draft.
+        draft_gradient: share of the draft's gradient that reaches the backbone.
+        activations: round what weights with codes are multiplied with, as engines do in bfloat16.
     """
 
     caches: bool = True
     weights: bool = False
+    activations: bool = False
     sparse: bool = False
     index: bool = False
     draft: bool = False
+    draft_gradient: float = 0.0
 
 
 EXPORTED = Phase(weights=True, sparse=True)
@@ -50,29 +54,33 @@ class Plan:
         anchors: draft blocks trained per row, for every 512 tokens.
         index_from: share after which the indexer is trained.
         draft_from: share after which the draft is.
+        draft_gradient: share of its gradient that reaches the backbone, which learns to think ahead.
         sparse_from: share after which attention is sparse.
-        weights_from: share after which weights are rounded.
+        weights_from: share after which weights are rounded, and what they are multiplied with.
         long_from: share after which long rows come.
         matrix_lr: of matrices (Muon).
-        other_lr: of everything else (AdamW).
+        other_lr: of everything else (AdamW), but
+        table_lr: of embeddings.
         warmup: share of steps in which rates rise.
         decay_from: share after which they fall to a twentieth.
     """
 
     seed: int = 1
-    steps: int = 6000
-    tokens: int = 61440
+    steps: int = 12000
+    tokens: int = 30720
     row: int = 512
     long_every: int = 4
     long_rows: tuple[int, ...] = (1024, 2048, 4096, 8192)
     anchors: int = 32
     index_from: float = 0.25
-    draft_from: float = 0.40
+    draft_from: float = 0.25
+    draft_gradient: float = 0.3
     sparse_from: float = 0.50
     weights_from: float = 2 / 3
     long_from: float = 0.03
     matrix_lr: float = 0.012
     other_lr: float = 2e-3
+    table_lr: float = 6e-3
     warmup: float = 0.02
     decay_from: float = 0.60
 
@@ -81,9 +89,11 @@ class Plan:
         share = step / self.steps
         return Phase(
             weights=share >= self.weights_from,
+            activations=share >= self.weights_from,
             sparse=share >= self.sparse_from,
             index=share >= self.index_from,
             draft=share >= self.draft_from,
+            draft_gradient=self.draft_gradient,
         )
 
     def row_length(self, step: int) -> int:
@@ -168,7 +178,7 @@ FULL: dict[str, Any] = {
     "q_lora_rank": 128,
     "o_groups": 2,
     "o_lora_rank": 64,
-    "sliding_window": 64,
+    "sliding_window": 128,
     "rope_scaling": {
         "rope_type": "yarn",
         "factor": 16,

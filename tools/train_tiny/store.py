@@ -1,7 +1,6 @@
 """The weights of a training run, by the names of the checkpoint.
 
-Routed experts are one parameter per matrix, [E, N, K]; everything else is a parameter per tensor. `get` gives what the
-forward pass multiplies with: the weight itself, or as the checkpoint will store it.
+Routed experts are one parameter per matrix, [E, N, K]; everything else is a parameter per tensor.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 from deepinfer.models.checkpoint import TensorSpec
 from deepinfer.models.deepseek_v41_flash.config import ModelConfig
 from deepinfer.models.deepseek_v41_flash.tensors import expected_tensors
-from tools.train_tiny.rounding import Storage, as_stored
+from tools.train_tiny.rounding import Storage, changes_by_storing
 
 _EXPERT = re.compile(r"(.*\.ffn\.experts)\.(\d+)\.(w[123])\.weight")
 _LEARNED_BY_RULE = ("gate.bias", "gate.bias_vl")
@@ -34,8 +33,6 @@ class WeightStore(nn.Module):
     def __init__(self, config: ModelConfig, seed: int) -> None:
         super().__init__()
         self.config = config
-        self.rounds = False
-        """Whether `get` gives weights as they will be stored."""
         specs = expected_tensors(config)
         self.storage: dict[str, Storage] = {}
         generator = torch.Generator().manual_seed(seed)
@@ -50,10 +47,9 @@ class WeightStore(nn.Module):
         """The parameter itself."""
         return self.get_parameter(_key(name))
 
-    def get(self, name: str) -> Tensor:
-        """The float32 weight that the forward pass uses."""
-        weight = self.raw(name)
-        return as_stored(weight, self.storage[name]) if self.rounds else weight
+    def changes(self) -> dict[str, Tensor]:
+        """What storing changes of each weight, by name, without gradient."""
+        return changes_by_storing({name: self.raw(name).detach() for name in self.storage}, self.storage)
 
     def named(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Parameters by their names in the checkpoint."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepinfer.models.deepseek_v41_flash.config import ModelConfig, TextConfig
+from deepinfer.models.deepseek_v41_flash.config import ModelConfig
 from deepinfer.models.deepseek_v41_flash.engram_tables import EngramConstants
 from deepinfer.models.interface import Vocabulary
 from tools.train_tiny.data import Batch
-from tools.train_tiny.layers import sinkhorn
+from tools.train_tiny.functions import Functions, compiled_functions
 from tools.train_tiny.losses import losses, parts
 from tools.train_tiny.model import Backbone
 from tools.train_tiny.optim import Optimizer
@@ -23,9 +22,6 @@ from tools.train_tiny.settings import Phase, Plan
 from tools.train_tiny.store import WeightStore
 
 STATE_FILE = "state.pt"
-
-Normalise = Callable[[Tensor, int, float], Tensor]
-"""The form of `layers.sinkhorn`."""
 
 
 class ResumeError(RuntimeError):
@@ -69,7 +65,7 @@ class Trainer:
         plan: of the run.
         device: where it runs.
         dtype: of activations.
-        compiled: compile the stream normalisation, forty small operations a layer that become one.
+        compiled: compile the element-wise functions, hundreds of small operations that become a few.
     """
 
     def __init__(
@@ -88,9 +84,9 @@ class Trainer:
         parsed = ModelConfig.from_dict(config)
         self.store = WeightStore(parsed, plan.seed).to(device)
         constants = EngramConstants.build(parsed.text, vocabulary).to(device)
-        normalise = _compiled(sinkhorn, parsed.text, device) if compiled else sinkhorn
-        self.backbone = Backbone(self.store, constants, dtype, normalise=normalise)
-        self.optimizer = Optimizer(self.store, plan.matrix_lr, plan.other_lr)
+        functions = compiled_functions(device) if compiled else Functions()
+        self.backbone = Backbone(self.store, constants, dtype, functions=functions)
+        self.optimizer = Optimizer(self.store, plan.matrix_lr, plan.other_lr, plan.table_lr)
         self.step = 0
 
     @property
@@ -152,19 +148,6 @@ class Trainer:
         """
         if not bool(torch.isfinite(report.values).all()):
             raise DivergedError(f"step {self.step - 1}: losses {report.values.tolist()}; resume from the last state")
-
-
-def _compiled(normalise: Normalise, config: TextConfig, device: torch.device) -> Normalise:
-    """`normalise` compiled, or as it is where the machine cannot: said once, before any time is spent on training."""
-    found: Normalise = torch.compile(normalise)
-    sample = torch.zeros(8, config.hc_mult, config.hc_mult, device=device, requires_grad=True)
-    try:
-        found(sample, config.hc_sinkhorn_iters, config.hc_eps).sum().backward()
-    except Exception as error:  # compilers raise whatever their parts do
-        first_line = (str(error).splitlines() or [""])[0]
-        print(f"running without compilation, slower: {type(error).__name__}: {first_line}", flush=True)
-        return normalise
-    return found
 
 
 def as_served(phase: Phase) -> Phase:
