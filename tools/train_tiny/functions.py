@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from deepinfer.ops.formats import QuantFormat
+from deepinfer.ops.formats import GROUP, QuantFormat
 from deepinfer.ops.norm import rms_norm
-from tools.train_tiny.rounding import through
+from tools.train_tiny.rounding import through_groups
 
 
 def sinkhorn(logits: Tensor, iters: int, eps: float) -> Tensor:
@@ -77,23 +77,61 @@ class Functions:
     gated: Callable[..., Tensor] = gated
     routed_rows: Callable[..., Tensor] = routed_rows
     probabilities: Callable[..., Tensor] = probabilities
-    through: Callable[[Tensor, QuantFormat], Tensor] = through
+    through_groups: Callable[[Tensor, QuantFormat], Tensor] = through_groups
+
+    def through(self, x: Tensor, fmt: QuantFormat) -> Tensor:
+        """`rounding.through`."""
+        return self.through_groups(x.unflatten(-1, (-1, GROUP[fmt])).flatten(0, -2), fmt).view(x.shape)
 
 
 def compiled_functions(device: torch.device) -> Functions:
-    """All functions compiled, or as they are where the machine cannot: said once, before any time goes to training."""
-    # Several widths, formats and phases go through each function; beyond this many forms it would silently run as it is.
+    """All functions compiled, each as it is where the machine cannot: said once, before any time goes to training."""
+    # Only the first axis, rows, changes from call to call; a width of its own is a form of its own. Beyond the limit,
+    # and where a later form cannot be compiled, a function runs as it is.
+    torch._dynamo.config.automatic_dynamic_shapes = False
     torch._dynamo.config.recompile_limit = 128
-    found = {name: torch.compile(function, dynamic=True) for name, function in vars(Functions()).items()}
-    try:
-        found["written"](*_sample(device)).sum().backward()
-    except Exception as error:  # compilers raise whatever their parts do
-        first_line = (str(error).splitlines() or [""])[0]
-        print(f"running without compilation, slower: {type(error).__name__}: {first_line}", flush=True)
-        return Functions()
+    torch._dynamo.config.suppress_errors = True
+    found = {}
+    for name, arguments in samples(device).items():
+        function = getattr(Functions(), name)
+        compiled = _compiled(function)
+        try:
+            results = compiled(*arguments)
+            sum(y.float().sum() for y in (results if isinstance(results, tuple) else (results,))).backward()
+            found[name] = compiled
+        except Exception as error:  # compilers raise whatever their parts do
+            first_line = (str(error).splitlines() or [""])[0]
+            print(f"{name} runs without compilation, slower: {type(error).__name__}: {first_line}", flush=True)
     return Functions(**found)
 
 
-def _sample(device: torch.device) -> tuple[Any, ...]:
-    shapes = ((8, 4), (8, 2, 4), (8, 2), (8, 2, 2))
-    return tuple(torch.zeros(shape, device=device, requires_grad=True) for shape in shapes)
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    compiled = torch.compile(function)
+
+    def call(*arguments: Any) -> Any:
+        for argument in arguments:
+            if isinstance(argument, Tensor) and argument.dim() > 1:
+                torch._dynamo.maybe_mark_dynamic(argument, 0)
+        return compiled(*arguments)
+
+    return call
+
+
+def samples(device: torch.device) -> dict[str, tuple[Any, ...]]:
+    """Arguments of every function."""
+
+    def new(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        return torch.zeros(shape, device=device, dtype=dtype, requires_grad=True)
+
+    def wide(*shape: int) -> Tensor:
+        return new(*shape, dtype=torch.float32)
+
+    return {
+        "mixing": (wide(7, 24), wide(3), wide(24), 20, 1e-6),
+        "read_normed": (new(7, 4, 32), wide(7, 4), wide(32), 1e-20),
+        "written": (new(7, 32), new(7, 4, 32), wide(7, 4), wide(7, 4, 4)),
+        "gated": (new(7, 32), new(7, 32), 1.0),
+        "routed_rows": (new(7, 32), new(7, 32), wide(7, 4), 1.0),
+        "probabilities": (new(3, 3, 5, 8), torch.ones(3, 1, 5, 8, dtype=torch.bool, device=device), wide(3), 0.5),
+        "through_groups": (new(7, 16), "nvfp4"),
+    }

@@ -23,9 +23,15 @@ _BLOCK = 32
 
 def through(x: Tensor, fmt: QuantFormat) -> Tensor:
     """`x` as records of `fmt` keep it, along the last axis; dtype and gradient of `x`."""
+    groups = x.unflatten(-1, (-1, GROUP[fmt]))
+    return through_groups(groups.flatten(0, -2), fmt).view(x.shape)
+
+
+def through_groups(groups: Tensor, fmt: QuantFormat) -> Tensor:
+    """`through` of [N, group] rows that share a scale each: one form for all widths, for those who compile it."""
     with torch.no_grad():
-        change = rounded(x, fmt) - x
-    return x + change.to(x.dtype)
+        change = _rounded_groups(groups.float(), fmt) - groups
+    return groups + change.to(groups.dtype)
 
 
 def rounded(x: Tensor, fmt: QuantFormat) -> Tensor:
@@ -35,7 +41,10 @@ def rounded(x: Tensor, fmt: QuantFormat) -> Tensor:
         x: [..., K], K a multiple of the format's group, finite.
         fmt: of the codes.
     """
-    groups = x.float().unflatten(-1, (-1, GROUP[fmt]))
+    return _rounded_groups(x.float().unflatten(-1, (-1, GROUP[fmt])), fmt).flatten(-2)
+
+
+def _rounded_groups(groups: Tensor, fmt: QuantFormat) -> Tensor:
     amax = groups.abs().amax(-1, keepdim=True)
     if fmt == "nvfp4":
         scale = (amax.clamp(min=6 * 2.0**-9) / 6).clamp(max=448.0).to(torch.float8_e4m3fn).float()
@@ -48,7 +57,7 @@ def rounded(x: Tensor, fmt: QuantFormat) -> Tensor:
         codes = ratio.clamp(-448.0, 448.0).to(torch.float8_e4m3fn).float()
     else:
         codes = _nearest_e2m1(ratio.clamp(-6.0, 6.0))
-    return (codes * scale).flatten(-2)
+    return codes * scale
 
 
 def _power_above(x: Tensor) -> Tensor:
