@@ -89,7 +89,7 @@ class Run:
 
     def _measure(self) -> dict[str, float]:
         trainer = self.trainer
-        return self.probe(trainer.backbone, as_served(trainer.phase), trainer.device)
+        return self.probe(trainer.measured, as_served(trainer.phase), trainer.device)
 
     def _export(self, shares: dict[str, float], line: str) -> None:
         trainer = self.trainer

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -78,11 +79,15 @@ def attend(
         return _attend_rows(q, keys, view, entries, softmax, 0)
     outputs, shares = [], []
     for start in range(0, length, step):
-        part = q[:, start : start + step]
-        o, p = checkpoint(_attend_rows, part, keys, view, entries, softmax, start, use_reentrant=False)
+        o, p = _again(_attend_rows, q[:, start : start + step], keys, view, entries, softmax, start)
         outputs.append(o)
         shares.append(p)
     return torch.cat(outputs, 1), torch.cat(shares, 1) if shares[0] is not None else None
+
+
+def _again(function: Callable[..., Any], *arguments: Any) -> Any:
+    """The function's results, made again for their gradients; it draws nothing."""
+    return checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False)
 
 
 def _attend_rows(
@@ -153,9 +158,7 @@ def index_scores(q: Tensor, keys: Tensor, head_weights: Tensor, documents: Tenso
     pieces = []
     for start in range(0, length, _QUERIES_AT_ONCE):
         part = slice(start, start + _QUERIES_AT_ONCE)
-        piece = checkpoint(
-            _score_rows, q[:, part], keys, head_weights[:, part], documents, ratio, start, use_reentrant=False
-        )
+        piece = _again(_score_rows, q[:, part], keys, head_weights[:, part], documents, ratio, start)
         pieces.append(piece)
     return torch.cat(pieces, 1)
 

@@ -25,15 +25,12 @@ def sinkhorn(logits: Tensor, iters: int, eps: float) -> Tensor:
     return comb
 
 
-def mixing(m: Tensor, scale: Tensor, base: Tensor, iters: int, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """[T, 2M + M * M] products to pre [T, M], post [T, M] and comb [T, M, M]."""
-    count = int((m.shape[1] + 1) ** 0.5) - 1
-    first, second, third = m.split((count, count, count * count), 1)
-    base_pre, base_post, base_comb = base.split((count, count, count * count))
-    pre = torch.sigmoid(first * scale[0] + base_pre) + eps
-    post = 2 * torch.sigmoid(second * scale[1] + base_post)
-    logits = (third * scale[2] + base_comb).unflatten(1, (count, count))
-    return pre, post, sinkhorn(logits, iters, eps)
+def mixing(logits: Tensor, iters: int, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """[T, 2M + M * M] scaled and shifted products to pre [T, M], post [T, M] and comb [T, M, M]."""
+    count = int((logits.shape[1] + 1) ** 0.5) - 1
+    first, second, third = logits.split((count, count, count * count), 1)
+    pre, post = torch.sigmoid(first) + eps, 2 * torch.sigmoid(second)
+    return pre, post, sinkhorn(third.unflatten(1, (count, count)), iters, eps)
 
 
 def read_normed(h: Tensor, pre: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -127,7 +124,7 @@ def samples(device: torch.device) -> dict[str, tuple[Any, ...]]:
         return new(*shape, dtype=torch.float32)
 
     return {
-        "mixing": (wide(7, 24), wide(3), wide(24), 20, 1e-6),
+        "mixing": (wide(7, 24), 20, 1e-6),
         "read_normed": (new(7, 4, 32), wide(7, 4), wide(32), 1e-20),
         "written": (new(7, 32), new(7, 4, 32), wide(7, 4), wide(7, 4, 4)),
         "gated": (new(7, 32), new(7, 32), 1.0),

@@ -103,9 +103,11 @@ class Streams:
         s = h.float().flatten(1)
         scale = (s.square().mean(-1, keepdim=True) + config.rms_norm_eps).rsqrt()
         m = F.linear(s, weights[f"{name}_fn"]) * scale
-        return weights.functions.mixing(
-            m, weights[f"{name}_scale"], weights[f"{name}_base"], config.hc_sinkhorn_iters, config.hc_eps
-        )
+        # Scales and bases stay outside of what is compiled: sums over all rows for their gradients take long there.
+        count, kinds = config.hc_mult, weights[f"{name}_scale"].split(1)
+        scales = torch.cat([kind.expand(size) for kind, size in zip(kinds, (count, count, count**2), strict=True)])
+        logits = m * scales + weights[f"{name}_base"]
+        return weights.functions.mixing(logits, config.hc_sinkhorn_iters, config.hc_eps)
 
     def read(self, h: Tensor, pre: Tensor, norm: str) -> Tensor:
         """`sum_i pre_i h_i`, normed: [T, H]."""

@@ -50,23 +50,38 @@ class Optimizer:
         }
         self._others = [*others, *tables]
         self._full_rates = (other_lr, table_lr)
-        groups = [{"params": others}, {"params": tables}]
-        self._adam = torch.optim.AdamW(groups, lr=other_lr, betas=(0.9, 0.95), eps=1e-10, weight_decay=0.0)
+        # On a device the rates are tensors, so that a captured step follows them.
+        device = others[0].device
+        self._on_device = device.type != "cpu"
+        self._rate = torch.ones((), device=device)
+        groups = [
+            {"params": params, "lr": torch.tensor(lr, device=device) if self._on_device else lr}
+            for params, lr in ((others, other_lr), (tables, table_lr))
+        ]
+        self._adam = torch.optim.AdamW(
+            groups, betas=(0.9, 0.95), eps=1e-10, weight_decay=0.0, capturable=self._on_device
+        )
 
-    def step(self, rate: float, loads: Mapping[str, Tensor]) -> None:
+    def set_rate(self, rate: float) -> None:
+        """Take `rate` of the full rates from the next step on."""
+        self._rate.fill_(rate)
+        for settings, full in zip(self._adam.param_groups, self._full_rates, strict=True):
+            if self._on_device:
+                settings["lr"].fill_(full * rate)
+            else:
+                settings["lr"] = full * rate
+
+    def step(self, loads: Mapping[str, Tensor]) -> None:
         """Move weights along their gradients, which are cleared, and biases by the loads of experts.
 
         Args:
-            rate: share of the full rates.
             loads: by layer name, [E] share of choices.
         """
         torch.nn.utils.clip_grad_norm_(self._others, _LARGEST_NORM)
-        for settings, full in zip(self._adam.param_groups, self._full_rates, strict=True):
-            settings["lr"] = full * rate
         self._adam.step()
         self._adam.zero_grad(set_to_none=True)
         for shape, group in self._matrices.items():
-            self._muon(shape, group, self._matrix_lr * rate)
+            self._muon(shape, group)
         self._balance(loads)
 
     def state(self) -> dict[str, Any]:
@@ -80,14 +95,14 @@ class Optimizer:
             momentum.copy_(state["momenta"][shape])
 
     @torch.no_grad()
-    def _muon(self, shape: tuple[int, ...], group: list[tuple[str, nn.Parameter]], rate: float) -> None:
+    def _muon(self, shape: tuple[int, ...], group: list[tuple[str, nn.Parameter]]) -> None:
         grads = torch.stack([torch.zeros_like(p) if p.grad is None else p.grad for _, p in group])
         momentum = self._momenta[shape].mul_(_MOMENTUM).add_(grads)
-        updates = orthogonal(grads.add(momentum, alpha=_MOMENTUM))
-        step = rate * max(1.0, shape[-2] / shape[-1]) ** 0.5
+        rate = self._matrix_lr * self._rate
+        updates = orthogonal(grads.add(momentum, alpha=_MOMENTUM)) * (rate * max(1.0, shape[-2] / shape[-1]) ** 0.5)
         for (_, p), update in zip(group, updates, strict=True):
             if p.grad is not None:  # what a phase does not train stays as it is
-                p.mul_(1 - rate * _DECAY).sub_(update, alpha=step)
+                p.mul_(1 - rate * _DECAY).sub_(update)
                 p.grad = None
 
     @torch.no_grad()

@@ -66,11 +66,11 @@ class Plan:
     """
 
     seed: int = 1
-    steps: int = 12000
-    tokens: int = 30720
+    steps: int = 5600
+    tokens: int = 20480
     row: int = 512
     long_every: int = 4
-    long_rows: tuple[int, ...] = (1024, 2048, 4096, 8192)
+    long_rows: tuple[int, ...] = (1024, 2048, 1024, 4096, 1024, 8192)
     anchors: int = 32
     index_from: float = 0.25
     draft_from: float = 0.25
@@ -78,10 +78,10 @@ class Plan:
     sparse_from: float = 0.50
     weights_from: float = 2 / 3
     long_from: float = 0.03
-    matrix_lr: float = 0.012
-    other_lr: float = 2e-3
-    table_lr: float = 6e-3
-    warmup: float = 0.02
+    matrix_lr: float = 0.02
+    other_lr: float = 3e-3
+    table_lr: float = 0.012
+    warmup: float = 0.01
     decay_from: float = 0.60
 
     def phase(self, step: int) -> Phase:

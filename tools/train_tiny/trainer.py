@@ -15,6 +15,7 @@ from deepinfer.models.deepseek_v41_flash.engram_tables import EngramConstants
 from deepinfer.models.interface import Vocabulary
 from tools.train_tiny.data import Batch
 from tools.train_tiny.functions import Functions, compiled_functions
+from tools.train_tiny.graphs import CapturedSteps
 from tools.train_tiny.losses import losses, parts
 from tools.train_tiny.model import Backbone
 from tools.train_tiny.optim import Optimizer
@@ -65,7 +66,7 @@ class Trainer:
         plan: of the run.
         device: where it runs.
         dtype: of activations.
-        compiled: compile the element-wise functions, hundreds of small operations that become a few.
+        compiled: compile the element-wise functions, hundreds of small operations that become a few, and capture steps.
     """
 
     def __init__(
@@ -86,8 +87,12 @@ class Trainer:
         constants = EngramConstants.build(parsed.text, vocabulary).to(device)
         functions = compiled_functions(device) if compiled else Functions()
         self.backbone = Backbone(self.store, constants, dtype, functions=functions)
+        self.measured = Backbone(self.store, constants, dtype)
+        """The same weights through functions as they are written: what a probe says must not hang on a compiler."""
         self.optimizer = Optimizer(self.store, plan.matrix_lr, plan.other_lr, plan.table_lr)
         self.step = 0
+        captures = compiled and device.type == "cuda"
+        self._run = CapturedSteps(self._one_step, device) if captures else self._one_step
 
     @property
     def phase(self) -> Phase:
@@ -96,7 +101,13 @@ class Trainer:
 
     def train(self, batch: Batch) -> StepReport:
         """One step on a batch, which has to be that of `step`."""
-        batch, phase = batch.to(self.device), self.phase
+        self.optimizer.set_rate(self.plan.rate(self.step))
+        values, counts = self._run(batch.to(self.device), self.phase)
+        self.step += 1
+        return StepReport(values, counts)
+
+    def _one_step(self, batch: Batch, phase: Phase) -> tuple[Tensor, Tensor]:
+        self.store.zero_grad(set_to_none=True)  # of a capture that failed
         found = []
         loads: dict[str, Tensor] = {}
         for part in parts(batch):
@@ -105,11 +116,9 @@ class Trainer:
             found.append(part_losses)
             for name, load in part_losses.loads.items():
                 loads[name] = loads[name] + load if name in loads else load
-        self.optimizer.step(self.plan.rate(self.step), loads)
-        self.step += 1
-        return StepReport(
-            torch.stack([part.values for part in found]).sum(0), torch.stack([part.counts for part in found]).sum(0)
-        )
+        self.optimizer.step(loads)
+        values, counts = (torch.stack([getattr(part, name) for part in found]).sum(0) for name in ("values", "counts"))
+        return values, counts
 
     def save(self, folder: Path) -> None:
         """Write the state; an older one stays whole until the new one is."""
