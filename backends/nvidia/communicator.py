@@ -1,42 +1,16 @@
-"""Collectives between devices by a process group of torch: NCCL for GPUs.
-
-The group moves bytes only. Sums are made here from what was gathered, in rank order, because a ring adds in another
-order on every rank and for every size: results have the bits that the contract asks for, at the price of moving
-world_size times the data of a small tensor. Everything is queued on the current stream; nothing waits for the host.
-
-When something fails, every rank that noticed says so in the store, and the rank that said nothing is the one to name.
-"""
+"""Collectives between GPUs: NCCL behind the communicator of `deepinfer.ops.process_groups`."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Final, cast
+from typing import cast
 
 import torch
-from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from deepinfer.ops.collectives import Communicator, Reduction, Rendezvous
-from deepinfer.ops.errors import CollectiveError, CollectiveTimeoutError, DeviceError, RankLostError
-from deepinfer.ops.reductions import (
-    check_members,
-    check_out,
-    check_reduction,
-    check_root,
-    exchanged_shape,
-    gathered_shape,
-    reduce_in_rank_order,
-    scattered_shape,
-    sent_apart,
-)
-
-MakeGroup = Callable[[Store, int, int, timedelta], ProcessGroup]
-"""(store, rank, world size, timeout) to a process group."""
-_REPORT_SECONDS: Final = 5.0
-"""How long ranks that noticed a failure are waited for, so that the silent one can be named."""
+from deepinfer.ops.collectives import Communicator, Rendezvous
+from deepinfer.ops.process_groups import GroupCommunicator
 
 
 def join(device: torch.device, rendezvous: Rendezvous) -> Communicator:
@@ -53,193 +27,10 @@ def join(device: torch.device, rendezvous: Rendezvous) -> Communicator:
         made = ProcessGroupNCCL(store, rank, world_size, options)
         return cast("ProcessGroup", made)
 
+    def settle() -> None:
+        torch.cuda.current_stream(device).synchronize()
+
     assert rendezvous.store is not None  # a rendezvous of several ranks has one
     store = PrefixStore(rendezvous.name, rendezvous.store)
     group = tuple(range(rendezvous.world_size))
-    return GroupCommunicator(device, store, group, rendezvous.rank, rendezvous.timeout, nccl, capturable=True)
-
-
-class GroupCommunicator:
-    """Implements `Communicator` over a process group.
-
-    Args:
-        device: of the tensors it takes.
-        store: which all members reach.
-        group: the members as the whole job counts them.
-        rank: this one's place among them.
-        timeout: seconds.
-        make_group: makes the process group.
-        capturable: its collectives may be captured in a graph.
-    """
-
-    def __init__(
-        self,
-        device: torch.device,
-        store: Store,
-        group: Sequence[int],
-        rank: int,
-        timeout: float,
-        make_group: MakeGroup,
-        *,
-        capturable: bool = False,
-    ) -> None:
-        self.device = device
-        self.group = tuple(group)
-        self.rank = rank
-        self.world_size = len(self.group)
-        self.timeout = timeout
-        self.capturable = capturable
-        self._store = store
-        self._make_group = make_group
-        self._subgroups = 0
-        self._closed = False
-        self._error: Exception | None = None
-        self._meet()
-        self._process_group = make_group(PrefixStore("group", store), rank, self.world_size, timedelta(seconds=timeout))
-
-    def all_reduce(
-        self, tensor: Tensor, op: Reduction = "sum", *, out: Tensor | None = None, timeout: float | None = None
-    ) -> Tensor:
-        """As `Communicator.all_reduce`."""
-        check_reduction(tensor, op)
-        out = self._out("all_reduce", tensor, tuple(tensor.shape), out)
-        parts = tensor.new_empty((self.world_size, *tensor.shape))
-        self._gather("all_reduce", parts, tensor)
-        return out.copy_(reduce_in_rank_order(parts.unbind(0), op))
-
-    def all_gather(self, tensor: Tensor, *, out: Tensor | None = None, timeout: float | None = None) -> Tensor:
-        """As `Communicator.all_gather`."""
-        out = self._out("all_gather", tensor, gathered_shape(tensor, self.world_size), out)
-        self._gather("all_gather", out, tensor)
-        return out
-
-    def reduce_scatter(
-        self, tensor: Tensor, op: Reduction = "sum", *, out: Tensor | None = None, timeout: float | None = None
-    ) -> Tensor:
-        """As `Communicator.reduce_scatter`."""
-        check_reduction(tensor, op)
-        shape = scattered_shape(tensor, self.world_size)
-        out = self._out("reduce_scatter", tensor, shape, out)
-        parts = tensor.new_empty((self.world_size, *shape))
-        counts = [parts[0].nbytes] * self.world_size
-        self._exchange("reduce_scatter", parts, tensor, counts, counts)
-        return out.copy_(reduce_in_rank_order(parts.unbind(0), op))
-
-    def all_to_all(
-        self,
-        tensor: Tensor,
-        send_splits: Sequence[int],
-        recv_splits: Sequence[int],
-        *,
-        out: Tensor | None = None,
-        timeout: float | None = None,
-    ) -> Tensor:
-        """As `Communicator.all_to_all`."""
-        shape = exchanged_shape(tensor, send_splits, recv_splits, self.rank, self.world_size)
-        out = self._out("all_to_all", tensor, shape, out)
-        row = tensor.element_size()
-        for size in tensor.shape[1:]:
-            row *= size
-        sent = sent_apart(tensor, out)
-        self._exchange("all_to_all", out, sent, [n * row for n in recv_splits], [n * row for n in send_splits])
-        return out
-
-    def broadcast(
-        self, tensor: Tensor, root: int = 0, *, out: Tensor | None = None, timeout: float | None = None
-    ) -> Tensor:
-        """As `Communicator.broadcast`."""
-        check_root(root, self.world_size)
-        out = self._out("broadcast", tensor, tuple(tensor.shape), out)
-        if self.rank == root:
-            out.copy_(tensor)
-        if out.numel():
-            self._run("broadcast", lambda: self._process_group.broadcast(_bytes(out), root).wait())
-        return out
-
-    def barrier(self, *, timeout: float | None = None) -> None:
-        """As `Communicator.barrier`."""
-        self.all_gather(torch.zeros(1, dtype=torch.uint8, device=self.device))
-        if self.device.type == "cuda":
-            self._run("barrier", torch.cuda.current_stream(self.device).synchronize)
-
-    def subgroup(self, ranks: Sequence[int]) -> Communicator:
-        """As `Communicator.subgroup`."""
-        self._check_open()
-        check_members(ranks, self.rank, self.world_size)
-        self._subgroups += 1
-        name = f"subgroup {','.join(map(str, ranks))} {self._subgroups}"
-        return GroupCommunicator(
-            self.device,
-            PrefixStore(name, self._store),
-            [self.group[place] for place in ranks],
-            list(ranks).index(self.rank),
-            self.timeout,
-            self._make_group,
-            capturable=self.capturable,
-        )
-
-    def close(self) -> None:
-        """As `Communicator.close`."""
-        if not self._closed:
-            self._closed = True
-            if self._error is None:
-                self._process_group.shutdown()
-
-    def _meet(self) -> None:
-        """Wait for every member, so that one that does not come is named before the group is made."""
-        began = time.monotonic()
-        self._store.set(f"here {self.rank}", "1")
-        for place in range(self.world_size):
-            left = max(self.timeout - (time.monotonic() - began), 0.001)
-            try:
-                self._store.wait([f"here {place}"], timedelta(seconds=left))
-            except RuntimeError as error:
-                seconds = time.monotonic() - began
-                raise CollectiveTimeoutError(self.group[place], "join", seconds, "did not come") from error
-
-    def _gather(self, op: str, into: Tensor, tensor: Tensor) -> None:
-        own = _bytes(tensor.contiguous())
-        if own.numel():
-            self._run(op, lambda: self._process_group._allgather_base(_bytes(into), own).wait())
-
-    def _exchange(self, op: str, into: Tensor, tensor: Tensor, receive: Sequence[int], send: Sequence[int]) -> None:
-        own, result = _bytes(tensor.contiguous()), _bytes(into)
-        self._run(op, lambda: self._process_group.alltoall_base(result, own, list(receive), list(send)).wait())
-
-    def _out(self, op: str, tensor: Tensor, shape: tuple[int, ...], out: Tensor | None) -> Tensor:
-        if out is None:
-            return tensor.new_empty(shape)
-        check_out(op, out, shape, tensor)
-        return out
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise DeviceError("this communicator was closed; make another with runtime.communicator")
-        if self._error is not None:
-            raise self._error
-
-    def _run(self, op: str, work: Callable[[], object]) -> None:
-        self._check_open()
-        began = time.monotonic()
-        try:
-            work()
-        except RuntimeError as error:
-            self._error = self._who_failed(op, began)
-            raise self._error from error
-
-    def _who_failed(self, op: str, began: float) -> CollectiveError:
-        """The rank that does not report the failure that the others saw."""
-        self._store.set(f"failed {self.rank}", op)
-        deadline = time.monotonic() + min(_REPORT_SECONDS, self.timeout)
-        for place in range(self.world_size):
-            left = max(deadline - time.monotonic(), 0.001)
-            try:
-                self._store.wait([f"failed {place}"], timedelta(seconds=left))
-            except RuntimeError:
-                seconds = time.monotonic() - began
-                return RankLostError(self.group[place], op, seconds, "is gone or does not answer")
-        return CollectiveError(self.group[self.rank], op, time.monotonic() - began, "and all others report a failure")
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.reshape(-1).view(torch.uint8)
+    return GroupCommunicator(device, store, group, rendezvous.rank, rendezvous.timeout, nccl, settle, capturable=True)

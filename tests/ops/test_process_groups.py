@@ -1,8 +1,9 @@
-"""The communicator's own work (order of sums, shapes, any dtype, who failed) over gloo, which needs no GPU."""
+"""The communicator over process groups: order of sums, shapes, any dtype, who failed; over gloo, on the host."""
 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -11,8 +12,8 @@ import pytest
 import torch
 from torch.distributed import HashStore, ProcessGroup, ProcessGroupGloo, Store
 
-from deepinfer.backends.nvidia.communicator import GroupCommunicator
-from deepinfer.ops.errors import CollectiveTimeoutError, DeviceError, OpArgumentError, RankLostError
+from deepinfer.ops.errors import CollectiveError, CollectiveTimeoutError, DeviceError, OpArgumentError, RankLostError
+from deepinfer.ops.process_groups import GroupCommunicator
 
 CPU = torch.device("cpu")
 
@@ -133,6 +134,33 @@ def test_a_rank_that_left_is_named_and_the_group_is_of_no_use() -> None:
     assert _together(2, work, timeout=1.0) == ["named", "left"]
 
 
+def test_a_late_rank_is_named_within_the_timeout_of_the_call() -> None:
+    over = threading.Event()
+
+    def work(comm: GroupCommunicator) -> Any:
+        if comm.rank == 1:
+            over.wait(30)
+            return "late"
+        began = time.monotonic()
+        with pytest.raises(CollectiveTimeoutError, match="all_reduce: rank 1 did not take part in time"):
+            comm.all_reduce(torch.ones(2), timeout=0.3)
+        seconds = time.monotonic() - began
+        over.set()
+        return seconds
+
+    seconds, late = _together(2, work, timeout=60.0)
+    assert late == "late"
+    assert seconds < 30  # the call's own, and what ranks have for a report; not the group's 60
+
+
+def test_a_collective_in_time_takes_its_timeout_without_harm() -> None:
+    def work(comm: GroupCommunicator) -> Any:
+        comm.barrier(timeout=20.0)
+        return comm.all_gather(torch.tensor([comm.rank]), timeout=20.0).tolist()
+
+    assert _together(2, work) == [[0, 1], [0, 1]]
+
+
 def test_what_cannot_be_done_is_refused_before_anything_moves() -> None:
     def work(comm: GroupCommunicator) -> bool:
         with pytest.raises(OpArgumentError, match="they do not divide"):
@@ -143,3 +171,17 @@ def test_what_cannot_be_done_is_refused_before_anything_moves() -> None:
         return True
 
     assert _together(2, work) == [True, True]
+
+
+def test_a_barrier_waits_for_the_device_and_a_device_that_fails_there_is_named() -> None:
+    waited: list[str] = []
+    comm = GroupCommunicator(CPU, HashStore(), [0], 0, 1.0, _gloo, lambda: waited.append("settled"))
+    comm.barrier()
+    assert waited == ["settled"]
+
+    def fail() -> None:
+        raise DeviceError("the device is lost")
+
+    comm = GroupCommunicator(CPU, HashStore(), [3], 0, 1.0, _gloo, fail)
+    with pytest.raises(CollectiveError, match="barrier: rank 3"):
+        comm.barrier()
