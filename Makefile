@@ -16,9 +16,9 @@ $(STAMP): pyproject.toml constraints.txt CMakeLists.txt $(wildcard core/native/*
 
 demo: $(STAMP)
 	mkdir -p build/demo
-	test -f build/demo/tiny/config.json || $(BIN)/deepinfer make-tiny build/demo/tiny --seed 1
 	rm -f build/demo/answers.jsonl
-	$(BIN)/deepinfer run examples/requests.jsonl -o build/demo/answers.jsonl --model build/demo/tiny
+	$(BIN)/deepinfer run examples/requests.jsonl -o build/demo/answers.jsonl --model assets/deepinfer-tiny
+	$(BIN)/python examples/show_answers.py examples/requests.jsonl build/demo/answers.jsonl
 
 test: $(STAMP)
 	$(BIN)/python -m pytest

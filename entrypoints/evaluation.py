@@ -67,6 +67,8 @@ class Evaluation:
         num_generated_tokens: of all answers.
         seconds: that answering took.
         speculation: acceptance by place, mean of accepted drafts per block, and calibration; None without.
+        answers: token ids of each item's answer, in order; None where it was not served. Not part of the JSON.
+        logprobs: log probability of each answer, where asked for. Not part of the JSON.
     """
 
     model: str
@@ -78,6 +80,8 @@ class Evaluation:
     num_generated_tokens: int = 0
     seconds: float = 0.0
     speculation: dict[str, Any] | None = None
+    answers: list[list[int] | None] = field(default_factory=list, repr=False)
+    logprobs: list[float | None] = field(default_factory=list, repr=False)
 
     @property
     def total(self) -> TaskScore:
@@ -95,7 +99,9 @@ class Evaluation:
         scores = {name: asdict(score) | {"accuracy": _finite(score.accuracy)} for name, score in self.tasks.items()}
         total = asdict(self.total) | {"accuracy": _finite(self.total.accuracy)}
         del total["wrong"]
-        return asdict(self) | {"tasks": scores, "total": total}
+        facts = asdict(self) | {"tasks": scores, "total": total}
+        del facts["answers"], facts["logprobs"]
+        return facts
 
 
 @dataclass(frozen=True)
@@ -168,6 +174,7 @@ def evaluate(
     limit: int | None = None,
     keep_wrong: int = 0,
     progress: bool = False,
+    logprobs: bool = False,
 ) -> None:
     """Ask every item and note what became of it in `result`.
 
@@ -178,6 +185,7 @@ def evaluate(
         limit: at most so many items of each task.
         keep_wrong: wrong answers to keep of each task.
         progress: show a progress bar.
+        logprobs: note the log probabilities of answers.
 
     Raises:
         ConfigError: the model has no tokenizer.
@@ -194,7 +202,8 @@ def evaluate(
         result.tasks[name] = TaskScore()
         items += [(name, item) for item in make_items(spec, name, lambda text: len(tokenizer.encode(text)), limit)]
     prepared = [llm.prompts.read_chat(item.request) for _, item in items]
-    params = [SamplingParams(temperature=0.0, max_tokens=specs[name].max_tokens) for name, _ in items]
+    wanted = 0 if logprobs else None
+    params = [SamplingParams(temperature=0.0, max_tokens=specs[name].max_tokens, logprobs=wanted) for name, _ in items]
     start = time.monotonic()
     outputs = llm.generate([{"prompt_token_ids": p.token_ids} for p in prepared], params, progress=progress)
     result.seconds = time.monotonic() - start
@@ -204,10 +213,14 @@ def evaluate(
         score.total += 1
         if output.error is not None:
             score.failed += 1
+            result.answers.append(None)
+            result.logprobs.append(None)
             said = f"error: {output.error}"
         else:
             ids = output.outputs[0].token_ids
             digest.update(json.dumps(ids).encode())
+            result.answers.append(list(ids))
+            result.logprobs.append(output.outputs[0].cumulative_logprob)
             result.num_generated_tokens += len(ids)
             message = llm.prompts.read_answer(prompt, output.outputs[0])
             if item.accepts(message.content, message.tool_calls):

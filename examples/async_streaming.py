@@ -1,6 +1,6 @@
 """Several requests in one event loop: python examples/async_streaming.py CHECKPOINT_FOLDER
 
-`deepinfer make-tiny DIR` writes a small random checkpoint to try it with; what that one says is noise.
+`assets/deepinfer-tiny` is a small checkpoint to try it with; it knows short tasks and nothing else.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ async def follow(llm: AsyncLLM, name: str, prompt: str) -> None:
 
 async def think_aloud(llm: AsyncLLM) -> None:
     """Print the reasoning and the answer of a conversation as they come."""
-    conversation = [{"role": "user", "content": "What is the capital of France?"}]
+    conversation = [{"role": "user", "content": "What is 57 + 602 + 46?"}]
     async for output in llm.chat(conversation, SamplingParams(temperature=0, max_tokens=24), output_kind="delta"):
         for message in output.messages:
             print(f"chat: thought {message.reasoning_content or ''!r}, said {message.content!r}")

@@ -132,3 +132,16 @@ def test_the_full_configuration_fits_the_repository(encoder) -> None:
     specs = expected_tensors(ModelConfig.from_dict(data)).values()
     num_bytes = sum(prod(spec.shape) * size.get(spec.dtypes[0], 1) for spec in specs)
     assert 12e6 < num_bytes < 13.8e6
+
+
+def test_a_card_takes_the_figures_of_the_engine() -> None:
+    from tools.train_tiny.card import measured_card
+
+    card = "# x\n\n## Accuracy on held-out items\n\nold\n\n| task | right |\n\n## Licence\n\nApache-2.0\n"
+    drafts = {"accepted_per_block": 4.587, "accepted": [1, 1, 1], "expected_calibration_error": 0.0373}
+    tasks = {"copy": {"correct": 9, "total": 10}}
+    fresh = measured_card(card, [{"settings": {}, "tasks": tasks, "speculation": drafts}])
+    assert "| copy | 9 of 10 | cpu |" in fresh and "old" not in fresh
+    assert "4.59 of 3 accepted per block, expected calibration error 0.037" in fresh
+    assert fresh.startswith("# x\n\n## Accuracy") and fresh.endswith("\n## Licence\n\nApache-2.0\n")
+    assert measured_card(fresh, [{"settings": {}, "tasks": tasks, "speculation": drafts}]) == fresh

@@ -1,8 +1,16 @@
-"""The model card of an exported checkpoint: what it was made of and how it does, measured numbers only."""
+"""The model card of an exported checkpoint: what it was made of and how it does, measured numbers only.
+
+    python -m tools.train_tiny.card CHECKPOINT EVALUATION.json [LONG.json]
+
+puts what `deepinfer eval --json` measured through the engine in the place of the training program's own figures.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from tools.train_tiny.corpus import natural_text
@@ -48,6 +56,32 @@ def model_card(
     )
 
 
+def measured_card(card: str, evaluations: Sequence[Mapping[str, Any]]) -> str:
+    """The card with the accuracies of evaluations.
+
+    Args:
+        card: Markdown of `model_card`.
+        evaluations: what `deepinfer eval --json` printed, one for each suite.
+    """
+    before, rest = card.split(_ACCURACY, 1)
+    behind = rest[rest.index("## Licence") :]
+    rows = []
+    for evaluation in evaluations:
+        backend = evaluation["settings"].get("backend", "cpu")
+        for task, score in evaluation["tasks"].items():
+            rows.append(f"| {task} | {score['correct']} of {score['total']} | {backend} |")
+    drafts = next((e["speculation"] for e in evaluations if e.get("speculation")), None)
+    said = ""
+    if drafts is not None:
+        said = (
+            f"\nDrafts: {drafts['accepted_per_block']:.2f} of {len(drafts['accepted'])} accepted per block, expected "
+            f"calibration error {drafts['expected_calibration_error']:.3f}.\n"
+        )
+    table = "\n".join(("| task | right | backend |", "| --- | --- | --- |", *rows))
+    text = "Measured by `deepinfer eval` through the engine, in bfloat16, at temperature 0."
+    return f"{before}{_ACCURACY}\n{text}\n\n{table}\n{said}\n{behind}"
+
+
 def _facts(text: Any) -> str:
     return (
         f"{text.num_layers} layers of width {text.hidden_size}, {text.num_attention_heads} heads of {text.head_dim}, "
@@ -59,6 +93,8 @@ def _facts(text: Any) -> str:
         f"blocks of {text.dspark_block_size} tokens; vocabulary {text.vocab_size}"
     )
 
+
+_ACCURACY = "## Accuracy on held-out items\n"
 
 _CARD = """\
 # deepinfer-tiny
@@ -97,3 +133,11 @@ exported checkpoint through the engine.
 
 Apache-2.0, as the rest of the repository.
 """
+
+
+if __name__ == "__main__":
+    if len(sys.argv) < 3:
+        sys.exit(__doc__)
+    file = Path(sys.argv[1]) / "README.md"
+    found = [json.loads(Path(name).read_text(encoding="utf-8")) for name in sys.argv[2:]]
+    file.write_text(measured_card(file.read_text(encoding="utf-8"), found), encoding="utf-8")
