@@ -11,6 +11,11 @@ if TYPE_CHECKING:
 
 OP_MODULES: Final = (
     "norm",
+    "kv_store",
+    "compress",
+    "engram",
+    "step",
+    "vision",
     "linear",
     "providers",
     "moves",
@@ -21,6 +26,12 @@ OP_MODULES: Final = (
     "quant",
     "swiglu",
     "merge",
+    "attention",
+    "selection",
+    "sampling",
+    "experts",
+    "scores",
+    "heads",
 )
 """Modules of this folder that register implementations, one per family of ops."""
 

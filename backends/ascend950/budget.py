@@ -3,13 +3,14 @@
     python -m deepinfer.backends.ascend950.budget            # a table
     python -m deepinfer.backends.ascend950.budget --json
 
-A budget is arithmetic on paper, kept beside the kernels in `budgets/`: bytes of local memories, bytes of global memory per
-unit of work, instructions. No clock has confirmed any of it; the twin confirms the bytes (tests compare its counters). The
-roofline of a kernel is the time of whichever is slower, its bytes at the memory's rate or its products at the Cube's; the
-share is that time over the time of the plan's slowest part, vector instructions and second-level cache included.
+A budget is arithmetic on paper, kept beside the kernels in `budgets/`: bytes of local memories, bytes of global memory
+per unit of work, instructions. No clock has confirmed any of it; the twin confirms the bytes (tests compare its
+counters). The roofline of a kernel is the time of whichever is slower, its bytes at the memory's rate or its products
+at the Cube's; the share is that time over the time of the plan's slowest part, vector instructions and second-level
+cache included.
 
-Source: peaks as tabulated publicly for Ascend 950PR and 950DT; one register instruction per cycle and vector core, which
-leaves out that loads, stores and arithmetic can issue together.
+Source: peaks as tabulated publicly for Ascend 950PR and 950DT; one register instruction per cycle and vector core,
+which leaves out that loads, stores and arithmetic can issue together.
 """
 
 from __future__ import annotations
@@ -50,23 +51,14 @@ class Budget:
     """The plan of one kernel, per unit of work where it says so.
 
     Attributes:
-        kernel: entry name in the text.
-        unit: what a unit of work is, with the sizes of the model that the numbers are for.
-        core: "vector", "simt", "cube" or "mix".
-        moved: bytes of global memory read and written per unit.
-        ub: bytes of the unified buffer of a vector core.
-        l1: bytes of L1 of a cube core.
-        l0a: bytes of L0A.
-        l0b: bytes of L0B.
-        l0c: bytes of L0C.
-        vector: register instructions per unit, over both vector cores of a block; of a SIMT function, warp instructions.
-        macs: products per unit.
-        cube_format: of the Cube's operands.
-        cube_waits: cycles per unit in which the Cube does nothing although it is the unit's turn.
-        cached: bytes per unit from the second-level cache beyond those from memory.
-        cube_cores: cube cores that work at a time.
-        vector_cores: vector cores that work at a time.
-        note: what the reader should know.
+        kernel: entry name in the text. unit: what a unit of work is, with the sizes of the model that the numbers are
+        for. core: "vector", "simt", "cube" or "mix". moved: bytes of global memory read and written per unit. ub: bytes
+        of the unified buffer of a vector core. l1: bytes of L1 of a cube core. l0a: bytes of L0A. l0b: bytes of L0B.
+        l0c: bytes of L0C. vector: register instructions per unit, over both vector cores of a block; of a SIMT
+        function, warp instructions. macs: products per unit. cube_format: of the Cube's operands. cube_waits: cycles
+        per unit in which the Cube does nothing although it is the unit's turn. cached: bytes per unit from the
+        second-level cache beyond those from memory. cube_cores: cube cores that work at a time. vector_cores: vector
+        cores that work at a time. note: what the reader should know.
     """
 
     kernel: str
@@ -160,7 +152,7 @@ def rows() -> Iterator[dict[str, object]]:
 
 def _table() -> str:
     head = ("kernel", "cores", "UB", "L1", "L0A", "L0B", "L0C", "moved", "vector", "cube", "950PR", "950DT", "unit")
-    lines = [head]
+    lines: list[tuple[str, ...]] = [head]
     known = budgets()
     for entry in kernel_entries():
         budget = known.get(entry)

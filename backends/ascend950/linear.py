@@ -96,15 +96,18 @@ def _even(x: _Matrix) -> _Matrix:
     return _Matrix(x.kind, x.data, padded)
 
 
+def widen(x: Tensor) -> Tensor:
+    """bfloat16 values as float32, in new memory."""
+    width = x.shape[-1]
+    flat = x.reshape(-1, width)
+    wide = torch.empty(x.shape, dtype=torch.float32, device=x.device)
+    _WIDEN(min(VECTOR_CORES, len(flat)), flat, wide, len(flat), width, flat.stride(0))
+    return wide
+
+
 def _widened(x: _Matrix) -> _Matrix:
     """bfloat16 as float32: where one operand is float32 the Cube wants both to be."""
-    if x.kind != "bf16":
-        return x
-    width = x.data.shape[-1]
-    flat = x.data.reshape(-1, width)
-    wide = torch.empty(x.data.shape, dtype=torch.float32, device=x.data.device)
-    _WIDEN(min(VECTOR_CORES, len(flat)), flat, wide, len(flat), width, flat.stride(0))
-    return _Matrix("f32", wide)
+    return _Matrix("f32", widen(x.data)) if x.kind == "bf16" else x
 
 
 def _operands(x: Tensor | QTensor, weight: Tensor | QTensor) -> tuple[Kernel, _Matrix, _Matrix]:

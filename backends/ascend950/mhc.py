@@ -19,7 +19,13 @@ from deepinfer.ops.errors import OpArgumentError
 
 _STREAMS_SOURCES: Final = (*SOURCES, "mhc.py", "kernels/generated/streams.asc")
 _SINKHORN_SOURCES: Final = (*SOURCES, "mhc.py", "kernels/generated/sinkhorn.asc")
-_EXPAND_SOURCES: Final = (*SOURCES, "mhc.py", "moves.py", "kernels/generated/moves.asc", "kernels/generated/sinkhorn.asc")
+_EXPAND_SOURCES: Final = (
+    *SOURCES,
+    "mhc.py",
+    "moves.py",
+    "kernels/generated/moves.asc",
+    "kernels/generated/sinkhorn.asc",
+)
 _STEP_SOURCES: Final = (*_STREAMS_SOURCES, "norm.py", "kernels/norm.asc", "kernels/generated/sinkhorn.asc")
 _STRETCH: Final = 1024
 """Channels of a task (`tiles/streams.py`)."""
@@ -150,7 +156,9 @@ def mhc_split_sinkhorn(
     rows = given.shape[0]
     parts = out if out is not None else (None, None, None)
     shapes = ((rows, streams), (rows, streams), (rows, streams, streams))
-    pre, post, comb = (new_like(part, shape, torch.float32, mix.device) for part, shape in zip(parts, shapes, strict=True))
+    pre, post, comb = (
+        new_like(part, shape, torch.float32, mix.device) for part, shape in zip(parts, shapes, strict=True)
+    )
     family("sinkhorn")["sinkhorn_4" if streams == 4 else "sinkhorn"](
         tasks_of(rows, _THREADS),
         mix=given,
@@ -169,9 +177,7 @@ def mhc_split_sinkhorn(
 
 
 @implements(mhc_ops.mhc_expand, sources=_EXPAND_SOURCES)
-def mhc_expand(
-    x: Tensor, streams: int, *, out: tuple[Tensor, Tensor] | None = None
-) -> tuple[Tensor, Tensor]:
+def mhc_expand(x: Tensor, streams: int, *, out: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
     """A copy for each stream, and weights that read the first."""
     rows, hidden = x.shape
     h = new_like(None if out is None else out[0], (rows, streams, hidden), x.dtype, x.device)

@@ -54,7 +54,7 @@ def move_rows(
         target.copy_(whole)
         return
     if taken is None:
-        taken = source.reshape(source.shape[0], -1).contiguous()
+        taken = source.contiguous().view(source.shape[0], math.prod(source.shape[1:]))
     named = source_rows if source_rows is not None else target_rows
     rows = source.shape[0] if named is None else named.shape[0]
     size = taken.element_size()

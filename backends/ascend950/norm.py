@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import Final
 
-import torch
 from torch import Tensor
 
 from deepinfer.backends.ascend950.launch import VECTOR_CORES, Kernel, program
 from deepinfer.backends.ascend950.registry import implements
-from deepinfer.backends.ascend950.tensors import FORMAT, SHORT, new_codes, new_like, packed, rows_of, short
+from deepinfer.backends.ascend950.tensors import FORMAT, SHORT, WEIGHT_KIND, new_codes, new_like, packed, rows_of, short
 from deepinfer.ops import norm as norm_ops
 from deepinfer.ops import quant as quant_ops
 from deepinfer.ops.backend import Dims
@@ -23,7 +22,6 @@ _ROWS: Final[dict[str, Kernel]] = {
     )
     for name in SHORT.values()
 }
-_WEIGHT_KIND: Final = {torch.float32: 1, torch.bfloat16: 2}
 _MAX_WIDTH: Final = 8192
 """What two rows in and out leave room for in the unified buffer; `kMaxWidth` of the kernel."""
 
@@ -45,7 +43,7 @@ def _run(x: Tensor, weight: Tensor | None, eps: float, y: Tensor | None, codes: 
         rows,
         flat.stride(0),
         width,
-        0 if weight is None else _WEIGHT_KIND[weight.dtype],
+        0 if weight is None else WEIGHT_KIND[weight.dtype],
         FORMAT["plain" if codes is None else codes.fmt],
         eps,
     )

@@ -1,4 +1,4 @@
-"""Rotation of the last channels of heads: alone, after a norm, back into the layout of output groups, before index codes."""
+"""Rotation of the last channels of heads: alone, after a norm, back for the output groups, before index codes."""
 
 from __future__ import annotations
 
@@ -82,9 +82,7 @@ def q_norm_rope(
 
 
 @implements(rope_ops.o_rope, sources=_SOURCES, when=_fits)
-def o_rope(
-    o: Tensor, positions: Tensor, cos_sin: Tensor, num_groups: int, *, out: Tensor | None = None
-) -> Tensor:
+def o_rope(o: Tensor, positions: Tensor, cos_sin: Tensor, num_groups: int, *, out: Tensor | None = None) -> Tensor:
     """The rotation back; groups are consecutive heads, so the layout by group is that of the heads."""
     rows, heads, dim = o.shape
     out = new_like(out, (rows, num_groups, heads // num_groups * dim), o.dtype, o.device)

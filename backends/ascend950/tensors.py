@@ -17,6 +17,12 @@ FORMAT: Final[dict[str, int]] = {"plain": 0, "mxfp8": 1, "mxfp4": 2, "nvfp4": 3}
 SHORT: Final[dict[torch.dtype, str]] = {torch.float32: "f32", torch.bfloat16: "bf16"}
 """Dtypes as names of kernels end in them."""
 
+WEIGHT_KIND: Final[dict[torch.dtype, int]] = {torch.float32: 1, torch.bfloat16: 2}
+"""Dtypes of norm weights as kernels number them; 0 is a weight of ones (`kernels/norms.h`)."""
+
+RECORD_KIND: Final[dict[str, int]] = {"f32": 0, "fp8": 1, "index": 2, "fp4": 3}
+"""Kinds of cache records as kernels number them (`kernels/records.h`)."""
+
 
 def short(dtype: torch.dtype) -> str:
     """The end of a kernel's name for a dtype.

@@ -127,10 +127,13 @@ def run_in_twin(kernel: Kernel, blocks: int, args: Sequence[Any], *, measure: bo
         if parameter.letter == "p":
             values.append(ctypes.c_void_p(0 if arg is None else arg.data_ptr()))
             if arg is not None:
-                name, written = parameter.name.encode(), int(parameter.written)
-                regions.append(_Region(arg.data_ptr(), _span_bytes(arg), name, written))
+                name, writable = parameter.name.encode(), int(parameter.written)
+                regions.append(_Region(arg.data_ptr(), _span_bytes(arg), name, writable))
         else:
             values.append(_NUMBERS[parameter.letter](arg))
+    written = {(region.base, region.bytes) for region in regions if region.writable}
+    for region in regions:  # memory that goes by two names is written under either
+        region.writable = int((region.base, region.bytes) in written)
     request = _Request(
         regions=(_Region * len(regions))(*regions),
         num_regions=len(regions),

@@ -5,6 +5,32 @@ from __future__ import annotations
 from typing import Final
 
 from deepinfer.backends.ascend950.budget import Budget
-from deepinfer.backends.ascend950.budgets import generated, norm, products
+from deepinfer.backends.ascend950.budgets import (
+    attention,
+    compress,
+    engram,
+    generated,
+    heads,
+    kv_store,
+    norm,
+    products,
+    scores,
+    selection,
+    step,
+    vision,
+)
 
-ALL: Final[tuple[Budget, ...]] = (*norm.BUDGETS, *products.BUDGETS, *generated.BUDGETS)
+ALL: Final[tuple[Budget, ...]] = (
+    *attention.BUDGETS,
+    *norm.BUDGETS,
+    *products.BUDGETS,
+    *generated.BUDGETS,
+    *kv_store.BUDGETS,
+    *compress.BUDGETS,
+    *engram.BUDGETS,
+    *step.BUDGETS,
+    *vision.BUDGETS,
+    *selection.BUDGETS,
+    *scores.BUDGETS,
+    *heads.BUDGETS,
+)

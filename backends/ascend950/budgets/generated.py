@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Final
 
-from deepinfer.backends.ascend950.budget import VECTOR_CORES, Budget
+from deepinfer.backends.ascend950.budget import Budget
+from deepinfer.backends.ascend950.launch import VECTOR_CORES
 
 _HIDDEN: Final = 5120
 _STREAMS: Final = 4
@@ -41,9 +42,19 @@ def _entries() -> tuple[Budget, ...]:
         one("draft_rows", "32 rows of blocks of 5", 32 * (12 / 5 + 5 * 4 + 5 * 4), 60),
         one("add_to_logits", "32 entries", 32 * 20, 12),
         one("penalise", "32 entries", 32 * 32, 40),
-        one("forbid", f"row of {_VOCABULARY} ids, half of them forbidden", _VOCABULARY * (2 + 1 / 8), _VOCABULARY / 32 * 10),
+        one(
+            "forbid",
+            f"row of {_VOCABULARY} ids, half of them forbidden",
+            _VOCABULARY * (2 + 1 / 8),
+            _VOCABULARY / 32 * 10,
+        ),
         one("sinkhorn_4", "32 tokens, 20 rounds", 32 * 48 * 4, 20 * 2 * 4 * (4 + 4 * 8) + 24 * 20),
-        one("sinkhorn", "32 tokens of 4 streams, 20 rounds, matrix on the stack", 32 * 48 * 4, 20 * 2 * 4 * (12 + 4 * 12)),
+        one(
+            "sinkhorn",
+            "32 tokens of 4 streams, 20 rounds, matrix on the stack",
+            32 * 48 * 4,
+            20 * 2 * 4 * (12 + 4 * 12),
+        ),
         one("read_first", "32 weights", 128, 6),
     )
 
@@ -177,6 +188,9 @@ BUDGETS: Final = (
     *(_rope(kind) for kind in _SIZE),
     *(budget for kind in _SIZE for budget in _streams(kind)),
     *(_dequantize(fmt, kind) for fmt in ("mxfp8", "mxfp4", "nvfp4") for kind in _SIZE),
-    *(_swiglu(*types) for types in (("bf16", "bf16"), ("bf16", "f32"), ("f32", "f32"), ("bf16", "mxfp8"), ("f32", "mxfp8"))),
+    *(
+        _swiglu(*types)
+        for types in (("bf16", "bf16"), ("bf16", "f32"), ("f32", "f32"), ("bf16", "mxfp8"), ("f32", "mxfp8"))
+    ),
     *(_merge(kind) for kind in _SIZE),
 )

@@ -31,7 +31,7 @@ def _product(x: str, weight: str | None, n: int, k: int, op: str) -> Budget:
     values = columns * k
     spread = {None: 0.0, "e2m1": values / 512 * 16, "e4m3": 0.0}[weight]
     if weight and x != "mx":
-        spread += values / 64 * 9
+        spread += values / (64 if x == "f32" else 128) * 9
     name = f"product_{x}" + (f"_{weight}" if weight else "")
     return Budget(
         kernel=name,

@@ -33,6 +33,7 @@ OPTIONS: Final = (
     "-enable-hiipu-vf-loop-unroll",
     "-mllvm",
     "-cce-aicore-dcpreload-args=false",  # preloaded arguments can be stale on this chip
+    "-ffp-contract=off",  # contracts count roundings: a product and a sum are two, as in the twin
 )
 LINK_OPTIONS: Final = ("-m", "aicorelinux", "-Ttext", "0", "--no-mmap-output-file")
 _COMPILE_SECONDS: Final = 600

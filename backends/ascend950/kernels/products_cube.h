@@ -79,8 +79,9 @@ __aicore__ inline void multiply_step(const Tiles& at, int64_t stage, int64_t pai
   if constexpr (kScaled<T>) {
     const uint32_t xs_l1 = kScaleBase + stage * kScaleSize, ws_l1 = xs_l1 + kTileRows * kStageBytes / 32;
     const int64_t count = depth / 64;
-    asc_copy_l12l0a_mx(step * kOperandBytes / 16, (__cbuf__ fp8_e8m0_t*)(uint64_t)xs_l1, 0, from / 64, m, count, pairs, count);
-    asc_copy_l12l0b_mx(step * kOperandBytes / 16, (__cbuf__ fp8_e8m0_t*)(uint64_t)ws_l1, 0, from / 64, n, count, pairs, count);
+    const uint64_t place = step * kOperandBytes / 16;
+    asc_copy_l12l0a_mx(place, (__cbuf__ fp8_e8m0_t*)(uint64_t)xs_l1, 0, from / 64, m, count, pairs, count);
+    asc_copy_l12l0b_mx(place, (__cbuf__ fp8_e8m0_t*)(uint64_t)ws_l1, 0, from / 64, n, count, pairs, count);
   }
   asc_sync_notify(PIPE_MTE1, PIPE_M, step);
   asc_sync_wait(PIPE_MTE1, PIPE_M, step);

@@ -3,7 +3,8 @@
 // Each core brings half of a tile's rows of w: codes of global memory to UB, from there as blocks of the Cube's layout
 // to L1. Codes of e2m1 become e4m3 by moving bits: their exponent is as it is, so values come out too small by 2^6
 // (e2m1 counts exponents from 1, e4m3 from 7), subnormal ones too; the block's scale makes up for it. Nothing is
-// rounded. A scale that has no room for it, above 2^121, becomes 2^127: no weight with finite products has one.
+// rounded. A scale that has no room for what it makes up for, above 2^113 at the least, is taken as the largest that
+// has; a model's weights are far below.
 #pragma once
 
 #include "products.h"
@@ -88,41 +89,62 @@ __simd_vf__ inline void arrange_scales(__ubuf__ uint16_t* out, __ubuf__ uint16_t
   }
 }
 
-// Rows of e4m3 codes and scales to blocks of T (bfloat16 or float32), exactly; `left_out` adds to the exponents.
-template <class T>
-__simd_vf__ inline void widen_rows(__ubuf__ T* out, __ubuf__ fp8_e4m3fn_t* codes, __ubuf__ uint8_t* scales, int32_t rows,
-                                   int32_t depth, int32_t left_out) {
-  constexpr int per_block = kBlock / sizeof(T);
+// Rows of e4m3 codes and scales to blocks of float32, exactly; `left_out` adds to the exponents.
+__simd_vf__ inline void widen_to_f32(__ubuf__ float* out, __ubuf__ uint8_t* codes, __ubuf__ uint8_t* scales,
+                                     int32_t rows, int32_t depth, int32_t left_out) {
   const vector_bool bytes = asc_create_mask_b8(PAT_ALL), words = asc_create_mask_b32(PAT_ALL);
-  vector_uint32_t lane, group, extra;
+  vector_uint32_t lane, group;
   asc_arange((vector_int32_t&)lane, (int32_t)0);
   asc_shiftright_scalar(group, lane, (int16_t)5, words);
-  asc_duplicate_scalar(extra, (uint32_t)left_out, words);
   for (int32_t r = 0; r < rows; ++r) {
-    vector_uint32_t exponents;
-    asc_loadalign_unpack4((vector_uint8_t&)exponents, scales + r * kBlock);
-    asc_add(exponents, exponents, extra, words);
-    asc_shiftleft_scalar(exponents, exponents, (int16_t)23, words);
+    vector_uint32_t factors;  // 2^scale, by bits
+    asc_loadalign_unpack4((vector_uint8_t&)factors, scales + r * kBlock);
+    asc_min_scalar(factors, factors, (uint32_t)(254 - left_out), words);
+    asc_add_scalar(factors, factors, (uint32_t)left_out, words);
+    asc_shiftleft_scalar(factors, factors, (int16_t)23, words);
     for (int32_t k = 0; k < depth; k += 64) {
-      vector_uint32_t index, factors;
+      vector_uint32_t index, factor;
       vector_fp8_e4m3fn_t packed;
       vector_float values;
       asc_add_scalar(index, group, (uint32_t)(k / 32), words);
-      asc_gather(factors, exponents, index);
-      asc_loadalign_unpack4(packed, codes + r * 256 + k);
+      asc_gather(factor, factors, index);
+      asc_loadalign_unpack4(packed, (__ubuf__ fp8_e4m3fn_t*)codes + r * 256 + k);
       asc_e4m32float(values, packed, bytes);
-      asc_mul(values, values, (vector_float&)factors, words);
-      __ubuf__ T* row = out + (k / per_block * (kHalfRows + 1) + r) * per_block;
-      if constexpr (sizeof(T) == 4) {
-        asc_storealign(row, values, (uint16_t)(kHalfRows + 1), (uint16_t)0, words);
-      } else {
-        vector_bfloat16_t narrow;
-        vector_uint16_t pairs;
-        asc_float2bfloat16_rn(narrow, values, words);
-        asc_pack_to_low(pairs, (vector_uint32_t&)narrow);
-        asc_storealign(row, (vector_bfloat16_t&)pairs, (uint16_t)(kHalfRows + 1), (uint16_t)0,
-                       asc_create_mask_b16(PAT_VL64));
-      }
+      asc_mul(values, values, (vector_float&)factor, words);
+      asc_storealign(out + (k / 8 * (kHalfRows + 1) + r) * 8, values, (uint16_t)(kHalfRows + 1), (uint16_t)0, words);
+    }
+  }
+}
+
+// The same to bfloat16, 128 at a time: the bits of an e4m3 code, seven places to the left, are those of a half that is
+// too small by 2^8 (e4m3 counts exponents from 7, half from 15), subnormal ones too. A half of four bits is a bfloat16.
+__simd_vf__ inline void widen_to_bf16(__ubuf__ bfloat16_t* out, __ubuf__ uint8_t* codes, __ubuf__ uint8_t* scales,
+                                      int32_t rows, int32_t depth, int32_t left_out) {
+  const vector_bool bytes = asc_create_mask_b8(PAT_ALL), all = asc_create_mask_b16(PAT_ALL);
+  const uint16_t extra = left_out + 8;
+  vector_uint16_t lane, group, kept;
+  asc_arange((vector_int16_t&)lane, (int16_t)0);
+  asc_shiftright_scalar(group, lane, (int16_t)5, all);
+  asc_duplicate_scalar(kept, (uint16_t)0xbf80, all);
+  for (int32_t r = 0; r < rows; ++r) {
+    vector_uint16_t factors;  // 2^scale, by bits
+    asc_loadalign_unpack((vector_uint8_t&)factors, scales + r * kBlock);
+    asc_min_scalar(factors, factors, (uint16_t)(254 - extra), all);
+    asc_add_scalar(factors, factors, extra, all);
+    asc_shiftleft_scalar(factors, factors, (int16_t)7, all);
+    for (int32_t k = 0; k < depth; k += 128) {
+      vector_uint16_t index, factor, bits;
+      vector_int8_t packed;
+      vector_bfloat16_t values;
+      asc_add_scalar(index, group, (uint16_t)(k / 32), all);
+      asc_gather(factor, factors, index);
+      asc_loadalign_unpack(packed, (__ubuf__ int8_t*)codes + r * 256 + k);
+      asc_int82int16((vector_int16_t&)bits, packed, bytes);  // the sign fills what the shift leaves of the upper byte
+      asc_shiftleft_scalar(bits, bits, (int16_t)7, all);
+      asc_and(bits, bits, kept, all);
+      asc_half2bfloat16_rn(values, (vector_half&)bits, all);
+      asc_mul(values, values, (vector_bfloat16_t&)factor, all);
+      asc_storealign(out + (k / 16 * (kHalfRows + 1) + r) * 16, values, (uint16_t)(kHalfRows + 1), (uint16_t)0, all);
     }
   }
 }
@@ -147,11 +169,10 @@ __aicore__ inline void load_codes(const Product& p, const Tiles& at, const Half&
   const int64_t row = at.column + half.first, groups = (depth + 31) / 32;
   __gm__ uint8_t* w = p.w + at.group * p.w_group + row * p.w_row + from / per_byte;
   __gm__ uint8_t* ws = p.ws + at.group * p.ws_group + row * p.ws_row + from / 32;
-  asc_copy_gm2ub_align(raw, w, half.rows, (depth + per_byte - 1) / per_byte, 0, 0, false,
-                       weight_mode(at), p.w_row, 256);
+  asc_copy_gm2ub_align(raw, w, half.rows, (depth + per_byte - 1) / per_byte, 0, 0, false, weight_mode(at), p.w_row,
+                       256);
   // an odd number of scales is filled up to a pair with the scale of nothing
-  asc_copy_gm2ub_align(scales, ws, half.rows, groups, 0, groups % 2, true, weight_mode(at), p.ws_row,
-                       kBlock);
+  asc_copy_gm2ub_align(scales, ws, half.rows, groups, 0, groups % 2, true, weight_mode(at), p.ws_row, kBlock);
 }
 
 template <class T, Source S>
@@ -171,8 +192,12 @@ __aicore__ inline void expand(const Half& half, int64_t depth, int64_t stage) {
       codes = (__ubuf__ uint8_t*)asc_get_phy_buf_addr(kRowBase);
       asc_vf_call<spread_plain>(codes, raw, (int32_t)half.rows);
     }
-    asc_vf_call<widen_rows<T>>((__ubuf__ T*)out, (__ubuf__ fp8_e4m3fn_t*)codes, scales, (int32_t)half.rows, (int32_t)depth,
-                               (int32_t)(S == kE2m1 ? kLeftOut : 0));
+    const int32_t rows = half.rows, left_out = S == kE2m1 ? kLeftOut : 0;
+    if constexpr (sizeof(T) == 4) {
+      asc_vf_call<widen_to_f32>((__ubuf__ float*)out, codes, scales, rows, (int32_t)depth, left_out);
+    } else {
+      asc_vf_call<widen_to_bf16>((__ubuf__ bfloat16_t*)out, codes, scales, rows, (int32_t)depth, left_out);
+    }
   }
 }
 
@@ -181,8 +206,8 @@ __aicore__ inline void give_stage(const Half& half, int64_t depth, int64_t stage
   constexpr int64_t per_block = kBlock / sizeof(T);
   __ubuf__ uint8_t* out = (__ubuf__ uint8_t*)asc_get_phy_buf_addr(kOutBase + stage * kOutBytes);
   const uint32_t w_l1 = stage * kStageSize + kTileRows * kStageBytes;
-  asc_copy_ub2l1((__cbuf__ void*)(uint64_t)(w_l1 + half.first * kBlock), out, (depth + per_block - 1) / per_block, half.rows,
-                 kHalfRows + 1 - half.rows, half.padded_tile - half.rows);
+  asc_copy_ub2l1((__cbuf__ void*)(uint64_t)(w_l1 + half.first * kBlock), out, (depth + per_block - 1) / per_block,
+                 half.rows, kHalfRows + 1 - half.rows, half.padded_tile - half.rows);
   if constexpr (std::is_same_v<T, fp8_e4m3fn_t>) {
     __ubuf__ uint8_t* arranged = (__ubuf__ uint8_t*)asc_get_phy_buf_addr(kOutScaleBase + stage * kOutScaleBytes);
     const uint32_t ws_l1 = kScaleBase + stage * kScaleSize + kTileRows * kStageBytes / 32;

@@ -1,17 +1,16 @@
 # mypy: ignore-errors
-# ruff: noqa: D103 -- a definition's contract is that of the op it serves; signatures are TileLang's, not Python's
 """Block formats: values of codes and scales, and the gated activation that ends in mxfp8.
 
-A task is a row and a stretch of its values. A group's scale is wanted by every register that holds a part of the group, so
-scales stand in the buffer once for each eight float32 lanes, and one load spreads eight of them over a register.
-Greatest magnitudes are compared as integers: the order of non-negative floats is that of their bits, and NaN and Inf come
-out on top, where hardware maxima may drop a NaN. Clamps are comparisons and selections for the same reason.
+A task is a row and a stretch of its values. A group's scale is wanted by every register that holds a part of the group,
+so scales stand in the buffer once for each eight float32 lanes, and one load spreads eight of them over a register.
+Greatest magnitudes are compared as integers: the order of non-negative floats is that of their bits, and NaN and Inf
+come out on top, where hardware maxima may drop a NaN. Clamps are comparisons and selections for the same reason.
 """
 
 import tilelang.ascend.language as T
 from tvm.tirx.script.builder.ir import bind as _bind
 
-from deepinfer.backends.ascend950.tiles.common import FAR, MANY, TYPES, VECTOR, load, named, store, turns
+from deepinfer.backends.ascend950.tiles.common import FAR, MANY, TYPES, VECTOR, named, store, turns
 
 STRETCH = 2048
 """Values of a task, whole groups of every format and whole registers of codes."""
@@ -46,7 +45,9 @@ def _scale_values(place, fmt, full):
     if fmt == "nvfp4":
         return T.simd.vcvt(T.simd.vld(place, dist="UNPK4_B8"), "float32", full)
     byte = _bind(as_type("uint32", T.simd.vld(place, dist="UNPK4_B8")))
-    bits = where(T.simd.vcmps(byte, T.uint32(0), full, "eq"), number(1 << 22, full), T.simd.vshls(byte, T.int16(23), full))
+    bits = where(
+        T.simd.vcmps(byte, T.uint32(0), full, "eq"), number(1 << 22, full), T.simd.vshls(byte, T.int16(23), full)
+    )
     bits = where(T.simd.vcmps(byte, T.uint32(255), full, "eq"), number(_NAN, full), bits)
     return as_type("float32", bits)
 

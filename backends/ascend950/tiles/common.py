@@ -10,8 +10,8 @@ from typing import Any, Final
 import tilelang.ascend.language as T
 
 FAR: Final = 1 << 40
-"""Extent of a flat tensor in global memory. Real extents are run-time numbers that the launching Python has checked; with
-a bound this far no test of it is left in the text."""
+"""Extent of a flat tensor in global memory. Real extents are run-time numbers that the launching Python has checked;
+with a bound this far no test of it is left in the text."""
 
 MANY: Final = 1 << 24
 """The same for one axis of a tensor with several."""

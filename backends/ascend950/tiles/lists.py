@@ -1,9 +1,8 @@
 # mypy: ignore-errors
-# ruff: noqa: D103 -- a definition's contract is that of the op it serves; signatures are TileLang's, not Python's
 """Index lists and ids: integers only, one SIMT thread per entry, straight from and to global memory.
 
-Tried and left: the same in SIMD. Lists are short and full of look-ups that differ per entry, so the copies and masks cost
-more than the arithmetic.
+Tried and left: the same in SIMD. Lists are short and full of look-ups that differ per entry, so the copies and masks
+cost more than the arithmetic.
 """
 
 import tilelang.ascend.language as T

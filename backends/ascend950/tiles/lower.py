@@ -4,11 +4,11 @@
     python -m deepinfer.backends.ascend950.tiles.lower --all      # every family
     python -m deepinfer.backends.ascend950.tiles.lower rope codes
 
-A family is a module of this folder and a file of `kernels/generated`. The file begins with the TileLang release, a hash of
-the definitions, and a line per kernel: its entry, its parameters in the order of the text, with "!" behind those that it
-writes. Lowering is deterministic, so the text can be compared; it needs neither CANN nor a device. What the text keeps of
-TileLang's own is its names for instructions, which `tile_names.h` defines. Vector functions are called by way of
-`asc_vf_call`, as the C API documents it, where TileLang calls them like any function.
+A family is a module of this folder and a file of `kernels/generated`. The file begins with the TileLang release, a hash
+of the definitions, and a line per kernel: its entry, its parameters in the order of the text, with "!" behind those
+that it writes. Lowering is deterministic, so the text can be compared; it needs neither CANN nor a device. What the
+text keeps of TileLang's own is its names for instructions, which `tile_names.h` defines. Vector functions are called by
+way of `asc_vf_call`, as the C API documents it, where TileLang calls them like any function.
 """
 
 from __future__ import annotations
@@ -85,15 +85,17 @@ def lower_kernel(family: str, name: str) -> str:
 
 
 def pinned_kernels(family: str) -> dict[str, str]:
-    """Pinned text of each kernel of a family, by name; the head of the file is left out."""
-    text = (TEXTS / f"{family}.asc").read_text()
-    body = text.split('#include "tile_names.h"\n\n', 1)[1].removesuffix("\n")
-    kernels = {}
-    for part in re.split(r"(?<=\n\}\n)\n(?=__sim[dt]_vf__|extern)", body):
-        # vector functions stand before the kernel that calls them
-        name = _ENTRY.search(part)
-        pending = kernels.pop("", "")
-        kernels[name[1].removesuffix("_kernel") if name else ""] = f"{pending}{part}\n" if not name else pending + part
+    """Pinned text of each kernel of a family, with its vector functions, by the name of its definition."""
+    kernels: dict[str, str] = {}
+    name, lines = "", list[str]()
+    body = (TEXTS / f"{family}.asc").read_text().split('#include "tile_names.h"\n', 1)[1]
+    for line in body.splitlines():
+        lines.append(line)
+        entry = _ENTRY.match(line)
+        name = entry[1].removesuffix("_kernel") if entry else name
+        if name and line == "}":
+            kernels[name] = "\n".join(lines).strip()
+            name, lines = "", []
     return kernels
 
 

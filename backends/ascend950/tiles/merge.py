@@ -1,5 +1,4 @@
 # mypy: ignore-errors
-# ruff: noqa: D103 -- a definition's contract is that of the op it serves; signatures are TileLang's, not Python's
 """Partial attention results of several splits of the keys, put together in the order of the splits.
 
 A task is a token. Weights of all its heads are made in registers of heads; each head's values then meet its weight as a

@@ -1,10 +1,10 @@
 # mypy: ignore-errors
-# ruff: noqa: D103 -- a definition's contract is that of the op it serves; signatures are TileLang's, not Python's
 """Rotation of the last channels of every head, either way.
 
-A task is a token and up to `HEADS` of its heads. Channels that stay go from global memory to global memory by way of the
-unified buffer and meet no register; channels that turn stand in the buffer at a pitch of their own, so that every load is
-aligned whatever the widths. Two registers of 64 channels are split into even and odd ones, turned, and put together again.
+A task is a token and up to `HEADS` of its heads. Channels that stay go from global memory to global memory by way of
+the unified buffer and meet no register; channels that turn stand in the buffer at a pitch of their own, so that every
+load is aligned whatever the widths. Two registers of 64 channels are split into even and odd ones, turned, and put
+together again.
 """
 
 import tilelang.ascend.language as T

@@ -1,5 +1,4 @@
 # mypy: ignore-errors
-# ruff: noqa: D103 -- a definition's contract is that of the op it serves; signatures are TileLang's, not Python's
 """Changes to single logits in place: one SIMT thread per entry, or per id of a constrained row."""
 
 import tilelang.ascend.language as T

@@ -1,11 +1,10 @@
 # mypy: ignore-errors
-# ruff: noqa: D103 -- a definition's contract is that of the op it serves; signatures are TileLang's, not Python's
 """Mixing logits to read weights, write weights and a nearly doubly stochastic matrix: one SIMT thread per token.
 
-The matrix of four streams is sixteen numbers, so with that number known a thread keeps it in registers through all rounds,
-and no thread waits for another. Any other number of streams takes the same text with a run-time count. Tried and
-left: tokens along the lanes of SIMD registers, which needs every column of the logits in a register of its own and so a
-transposition on the way in and out.
+The matrix of four streams is sixteen numbers, so with that number known a thread keeps it in registers through all
+rounds, and no thread waits for another. Any other number of streams takes the same text with a run-time count. Tried
+and left: tokens along the lanes of SIMD registers, which needs every column of the logits in a register of its own and
+so a transposition on the way in and out.
 """
 
 import tilelang.ascend.language as T

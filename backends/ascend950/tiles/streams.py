@@ -1,13 +1,13 @@
 # mypy: ignore-errors
-# ruff: noqa: D103 -- a definition's contract is that of the op it serves; signatures are TileLang's, not Python's
 """Residual streams: read, write back, spread, and the mixing matrix that the next sublayer uses.
 
 A task is a token and a stretch of its channels, but for the mixing logits, where eight tokens share every load of the
 matrix. Sums over channels run in the order of the channels, whatever the batch. Weights of a token are read from the
 buffer as broadcast loads; with the streams' number known they stay in registers.
 
-Tried and left: the mixing logits on the Cube. Its float32 mode would leave this kernel bound by memory (`budget.py`), but
-TileLang's product takes float32 operands only with a rounding to a shorter mantissa, which the contract's bound excludes.
+Tried and left: the mixing logits on the Cube. Its float32 mode would leave this kernel bound by memory (`budget.py`),
+but TileLang's product takes float32 operands only with a rounding to a shorter mantissa, which the contract's bound
+excludes.
 """
 
 import tilelang.ascend.language as T

@@ -1,9 +1,8 @@
 # mypy: ignore-errors
-# ruff: noqa: D103 -- a definition's contract is that of the op it serves; signatures are TileLang's, not Python's
 """The gated activation of an expert, plain or ending in mxfp8 without a rounding in between.
 
-A task is a row and a stretch of its values. Magnitudes are compared as integers and clamps are comparisons and selections,
-for the reason that `codes` gives: a NaN has to come out on top, where hardware maxima may drop it.
+A task is a row and a stretch of its values. Magnitudes are compared as integers and clamps are comparisons and
+selections, for the reason that `codes` gives: a NaN has to come out on top, where hardware maxima may drop it.
 """
 
 import tilelang.ascend.language as T
@@ -14,7 +13,7 @@ from deepinfer.backends.ascend950.tiles.common import MANY, TYPES, VECTOR, load,
 
 
 def _activated(gate, up, limit, weight, mask):
-    """silu of the clamped gate, times the clamped up-projection, times the row's weight."""
+    """The clamped gate's silu, times the clamped up-projection, times the row's weight."""
     top = _bind(T.simd.vdup(limit, "float32", mask))
     bottom = _bind(T.simd.vneg(top, mask))
     gate = _bind(where(T.simd.vcmp(gate, top, mask, "gt"), top, gate))
@@ -36,8 +35,8 @@ def _greatest(peaks, place):
 def _scale(greatest, full):
     """ue8m0 byte of each group: the power of two not below greatest / 448, 255 where something is not finite.
 
-    448 is 1.75 * 2^8, so the exponent is that of the greatest magnitude less 8, and one more where its fraction is above
-    0.75: an addition that carries into the exponent, and no division whose last bit would decide.
+    448 is 1.75 * 2^8, so the exponent is that of the greatest magnitude less 8, and one more where its fraction is
+    above 0.75: an addition that carries into the exponent, and no division whose last bit would decide.
     """
     floor = number(0x38D1B717, full)  # 1e-4, the least magnitude that the format looks at
     size = where(T.simd.vcmps(greatest, T.uint32(0x38D1B717), full, "lt"), floor, greatest)

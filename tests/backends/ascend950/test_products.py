@@ -76,25 +76,37 @@ def test_a_rows_bits_are_its_own(kind: QuantFormat) -> None:
         assert torch.equal(linear.linear_mx(x[start:stop], weight, torch.float32), whole[start:stop])
 
 
-@pytest.mark.parametrize("kind", ["mxfp8", "mxfp4"])
-def test_every_code_and_the_largest_scales_of_a_weight_are_exact(kind: QuantFormat) -> None:
-    """One column at a time, so that a product is one code times a power of two."""
+def _every_code(kind: QuantFormat) -> QTensor:
+    """[8, 32] or [8, 64]: each code under scales from the smallest to 2^113, the largest that every kernel takes."""
     codes = torch.arange(256, dtype=torch.uint8).reshape(8, 32)
     if kind == "mxfp8":
         codes = torch.where((codes & 0x7F) == 0x7F, 0, codes)  # a weight holds no NaN
-    depth = 32 if kind == "mxfp8" else 64
-    largest = 240 if kind == "mxfp8" else 248  # codes of e4m3 reach 448, and values stay below 2^128
-    scale = torch.tensor([0, 1, 64, 126, 127, 128, 200, largest], dtype=torch.uint8)[:, None].repeat(1, depth // 32)
-    weight = QTensor(codes, scale, kind)
-    for factor, exponent in ((1.0, 127), (2.0**-110, 17), (2.0**100, 227)):
+    scale = torch.tensor([0, 1, 64, 126, 127, 128, 200, 240], dtype=torch.uint8)[:, None]
+    return QTensor(codes, scale.repeat(1, 1 if kind == "mxfp8" else 2), kind)
+
+
+def _unit(x: str, depth: int, exponent: int) -> Tensor | QTensor:
+    """The unit matrix times 2^exponent, so that a product is one value of the weight."""
+    if x == "mxfp8":
         ones = torch.zeros(depth, depth, dtype=torch.uint8).fill_diagonal_(0x38)
-        x = QTensor(ones, torch.full((depth, depth // 32), exponent, dtype=torch.uint8), "mxfp8")
-        run = linear.linear_mx_odd if depth % 64 else linear.linear_mx
-        got = run(x, weight, torch.float32)
-        want = _decoded(weight).double().T * factor
-        normal = (want.abs() < 2.0**127) & ((want.abs() >= 2.0**-120) | (want == 0))
-        assert torch.equal(got.double()[normal], want[normal])
-        assert bool(normal.any())
+        return QTensor(ones, torch.full((depth, depth // 32), 127 + exponent, dtype=torch.uint8), "mxfp8")
+    return (torch.eye(depth) * 2.0**exponent).to(torch.bfloat16 if x == "bf16" else torch.float32)
+
+
+@pytest.mark.parametrize("kind", ["mxfp8", "mxfp4"])
+@pytest.mark.parametrize("x", ["mxfp8", "bf16", "f32"])
+def test_every_code_of_a_weight_is_exact(kind: QuantFormat, x: str) -> None:
+    weight = _every_code(kind)
+    depth = weight.shape[1]
+    run = linear.linear_mx_odd if depth % 64 else linear.linear_mx
+    for exponent in (0, -110, 100):
+        got = run(_unit(x, depth, exponent), weight, torch.float32).double()
+        values = _decoded(weight).T
+        want = values * 2.0**exponent
+        # below, the vector units may take a value or a factor for zero; above, float32 ends
+        normal = ((values.abs() >= 2.0**-118) & (want.abs() >= 2.0**-118) & (want.abs() < 2.0**127)) | (want == 0)
+        assert torch.equal(got[normal], want[normal])
+        assert int((normal & (want != 0)).sum()) > 100
 
 
 def _decoded(weight: QTensor) -> Tensor:
