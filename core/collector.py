@@ -74,6 +74,25 @@ class _Draws:
     confidences: Float32Array | None
 
 
+@dataclass
+class _PlainRun:
+    """Steps of the same plain requests, without drafts.
+
+    Attributes:
+        slots: [R] int32 their handles.
+        version: of the table.
+        num_left: tokens that each may draw at least before one of them reaches its limit.
+        ones: [R] int32.
+        outputs: their results.
+    """
+
+    slots: Int32Array
+    version: int
+    num_left: int
+    ones: Int32Array
+    outputs: list[RequestOutput]
+
+
 class StepCollector:
     """Records the steps of one engine.
 
@@ -109,6 +128,7 @@ class StepCollector:
         self._vocab_size = vocab_size
         self._outputs_of: list[Request] = []
         self._outputs: list[RequestOutput] = []
+        self._plain_run: _PlainRun | None = None
         self.num_draft_waits = 0
         """Steps whose drafts were brought to the host."""
 
@@ -126,6 +146,9 @@ class StepCollector:
                 if fault is not None:
                     fail_all(request, fault)
         collected = Collected()
+        self._stats.num_steps += 1
+        if self._record_plain(launched, collected):
+            return collected
         advanced = plan.query_lens.copy()
         draws = self._fetch(launched)
         if draws is not None:
@@ -135,8 +158,53 @@ class StepCollector:
         self._advance(launched, advanced, collected)
         if table.shares_output[plan.seqs].any():
             collected.outputs = list({id(output): output for output in collected.outputs}.values())
-        self._stats.num_steps += 1
         return collected
+
+    def _record_plain(self, launched: LaunchedStep, collected: Collected) -> bool:
+        """Record a step in which the same plain requests as in the step before drew one token each, and none ends.
+
+        By far most steps are like that. Returns False, with nothing done, for any other step.
+        """
+        slots, table, run = launched.slots, self._table, self._plain_run
+        drawn, arrivals = launched.drawn, launched.arrivals
+        if (
+            run is None
+            or run.slots is not slots
+            or not run.version == table.version == launched.version
+            or run.num_left < 2
+            or launched.faults
+            or drawn is None
+            or arrivals is None
+        ):
+            self._plain_run = self._begin_plain_run(launched)
+            return False
+        start = time.perf_counter()
+        tokens: Int32Array = arrivals.tokens.wait().numpy()
+        launched.waited = time.perf_counter() - start
+        if int(tokens.min()) < 0 or table.stop_counts[tokens].any():
+            self._plain_run = self._begin_plain_run(launched)
+            return False
+        drawn.note_collected(run.ones)
+        run.num_left -= 1
+        self._stats.num_generated_tokens += len(slots)
+        table.num_tokens[slots] += 1
+        self._blocks.pool.append(slots, run.ones, tokens)
+        computed = table.num_computed[slots] + 1
+        table.num_computed[slots] = computed
+        self._blocks.commit(slots, computed)
+        collected.outputs = run.outputs.copy()
+        return True
+
+    def _begin_plain_run(self, launched: LaunchedStep) -> _PlainRun | None:
+        """What steps of these requests will have in common, if all steps behind this one may be plain."""
+        slots, table = launched.slots, self._table
+        if slots is not launched.plan.seqs or self._drafting is not None or not table.are_plain(slots):
+            return None
+        if launched.version != table.version or table.awaits_first_token[slots].any():
+            return None
+        left = int((table.max_tokens[slots] - table.num_tokens[slots]).min())
+        outputs = [request.output for request in launched.draws]
+        return _PlainRun(slots, table.version, left - 1, np.ones(len(slots), np.int32), outputs)
 
     def _fetch(self, launched: LaunchedStep) -> _Draws | None:
         """Wait for what was drawn; None when nothing was."""
@@ -155,7 +223,7 @@ class StepCollector:
         starts = np.cumsum(widths, dtype=np.int32) - widths
         own = widths[launched.logprob_of]
         rows = dict(zip(launched.logprob_of, (np.cumsum(own) - own).tolist(), strict=True))
-        slots = launched.plan.seqs[launched.places]
+        slots = launched.slots
         current = self._table.generation[slots] == launched.generations[launched.places]
         return _Draws(slots, current, starts, widths, emitted, tokens, logprobs, rows, confidences)
 

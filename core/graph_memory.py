@@ -17,8 +17,9 @@ from deepinfer.ops.runtime import Runtime
 
 POOL: Final = "graphs"
 """Name of the memory pool that results and inputs of captured steps come from."""
-GRAPH_BYTES: Final = 1 << 30
-"""The most that results of captured steps take in all."""
+GRAPH_BYTES: Final = 8 << 30
+"""The most that results of captured steps take in all, when a step needs it. Nothing is used twice in a step, so the
+largest steps of a model of 40 layers come to several GiB."""
 _CHUNK: Final = 16 << 20
 _ALIGN: Final = 256
 

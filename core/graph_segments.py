@@ -28,6 +28,7 @@ class Segment(Generic[R]):
     Attributes:
         start: where its results go.
         end: where they end; known when it has run.
+        fits: its results had room in the memory of graphs when it ran last without one; else it is never captured.
 
     Args:
         body: does it, over tensors at fixed addresses.
@@ -37,6 +38,7 @@ class Segment(Generic[R]):
         self.body = body
         self.start = self.end = Place()
         self.has_run = False
+        self.fits = True
         self.replay: Callable[[], None] | None = None
         self.result: R | None = None
         self.scratch: Tensor | None = None  # whose address the graph knows
@@ -77,7 +79,7 @@ class Capturer:
         self.memory.has_overflowed = False
         result = self._submit(segment)
         segment.end = self.memory.place
-        segment.has_run = not self.memory.has_overflowed  # results in other memory: never captured
+        segment.fits = segment.has_run = not self.memory.has_overflowed
         return result, False
 
     def _submit(self, segment: Segment[R]) -> R:

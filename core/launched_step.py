@@ -94,7 +94,9 @@ class LaunchedStep:
         generations: [n] int64, per planned request that of its row at launch.
         draws: requests that draw, in the order of `drawn`.
         places: [R] int32, their places in the plan.
+        slots: [R] int32, their handles; the plan's own array where all of it draws.
         num_drafts: [R] int32, drafts each of them verifies.
+        version: `RequestTable.version` at launch.
         drawn: None when nobody draws.
         faults: errors of those whose rows could not be shaped, by index into `draws`.
         arrivals: its results on their way to the host; None when nobody draws.
@@ -109,7 +111,9 @@ class LaunchedStep:
     generations: Int64Array
     draws: list[Request]
     places: Int32Array
+    slots: Int32Array
     num_drafts: Int32Array
+    version: int
     drawn: Drawn | None
     logprob_of: list[int]
     scored: list[tuple[Request, int, int, int, Tensor]]

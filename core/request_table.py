@@ -52,6 +52,9 @@ class RequestTable:
         shares_output: its result has other choices.
         is_new: its sampling parameters are not set yet, and it was in no step.
         awaits_first_token: nobody noted when its first token came.
+        is_plain: it asks for tokens, and nothing that is named above from `waits` to `shares_output` is true of it: ids
+            are all that it wants, and all that its next step depends on.
+        version: counts changes of any of these traits, and of who owns a row.
         stop_counts: [vocab_size + 1] int32, how many running requests name an id as an end, and the model's own
             ends; the last entry stands for -1 and is 0.
 
@@ -84,7 +87,10 @@ class RequestTable:
         self.shares_output: BoolArray = np.zeros(size, np.bool_)
         self.is_new: BoolArray = np.zeros(size, np.bool_)
         self.awaits_first_token: BoolArray = np.zeros(size, np.bool_)
+        self.is_plain: BoolArray = np.zeros(size, np.bool_)
+        self.version = 0
         self.stop_counts: Int32Array = np.zeros(vocab_size + 1, np.int32)
+        self._asked: tuple[Int32Array, int, bool] | None = None
         self._count_stops([token_id for token_id in eos_token_ids if 0 <= token_id < vocab_size], 1)
 
     def bind(self, request: Request, num_computed: int, replay_end: int = 0) -> None:
@@ -115,8 +121,8 @@ class RequestTable:
             or request.decode_from is not None
             or request.num_prompt_rows_wanted > 0
         )
-        self.note_form(request)
         self.shares_output[seq] = params.n > 1
+        self.note_form(request)
         self.is_new[seq] = True
         self.awaits_first_token[seq] = request.output.timings.first_token is None
         self._count_stops(params.stop_token_ids, 1)
@@ -129,12 +135,36 @@ class RequestTable:
         follows = form is not None and form is request.shaper and form.is_open and not wants_more
         self.follows_form[seq] = follows
         self.is_recorded_by_token[seq] = wants_more or (request.waits and not follows)
+        traits = (
+            self.waits,
+            self.is_shaped,
+            self.wants_logprobs,
+            self.scores_prompt,
+            self.follows_form,
+            self.is_irregular,
+            self.is_recorded_by_token,
+            self.shares_output,
+        )
+        self.is_plain[seq] = self.may_generate[seq] and not any(trait[seq] for trait in traits)
+        self.version += 1
 
     def release(self, request: Request) -> None:
         """Take the row of a request that runs no more; its `seq` becomes 0."""
         self._count_stops(request.params.stop_token_ids, -1)
         self.generation[request.seq] += 1
+        self.version += 1
         request.seq, request.table = 0, None
+
+    def are_plain(self, seqs: Int32Array) -> bool:
+        """Whether all of these requests are plain. The answer is kept, since most steps are about the same ones.
+
+        Args:
+            seqs: [n] int32 handles, in an array that nobody changes.
+        """
+        asked = self._asked
+        if asked is None or asked[0] is not seqs or asked[1] != self.version:
+            self._asked = asked = seqs, self.version, bool(self.is_plain[seqs].all())
+        return asked[2]
 
     def is_current(self, request: Request, generation: int) -> bool:
         """Whether a request has kept its row since its generation was noted."""

@@ -38,11 +38,10 @@ class RowPicks:
 def pick_rows(plan: StepPlan, table: RequestTable) -> RowPicks:
     """The rows of a plan whose logits are needed; notes prompt positions as planned to be kept."""
     drafts = plan.starts + plan.query_lens - table.planned_tokens[plan.seqs]  # behind the last known token
-    may_draw = (drafts >= 0) & table.may_generate[plan.seqs]
-    if int(plan.query_lens.sum()) == len(drafts) == np.count_nonzero(may_draw) and not drafts.any():
+    if plan.num_rows == len(drafts) and not drafts.any() and table.are_plain(plan.seqs):
         numbers = np.arange(len(drafts), dtype=np.int32)  # every row draws, the usual decode step
-        if not table.scores_prompt[plan.seqs].any():
-            return RowPicks(numbers, plan.requests, numbers, plan.seqs, drafts, numbers, [])
+        return RowPicks(numbers, plan.requests, numbers, plan.seqs, drafts, numbers, [])
+    may_draw = (drafts >= 0) & table.may_generate[plan.seqs]
     ends = np.cumsum(plan.query_lens, dtype=np.int32)
     places = np.flatnonzero(may_draw).astype(np.int32)
     draws = plan.requests

@@ -20,7 +20,7 @@ from deepinfer.core.logprobs import LogprobTaker
 from deepinfer.core.replay import Replay
 from deepinfer.core.request_table import RequestTable
 from deepinfer.core.row_picks import RowPicks, pick_rows
-from deepinfer.core.row_shaping import RowShaping
+from deepinfer.core.row_shaping import RowShaping, StepShapes
 from deepinfer.core.sampler import Sampler
 from deepinfer.core.scheduler import StepPlan
 from deepinfer.core.speculation import Drafting
@@ -102,13 +102,18 @@ class StepRunner:
             if previous is not None:
                 self._correct(batch, previous, self._executor.send(links))
         marks = self._drafting.begin_marks() if self._drafting is not None and picks.draws else None
-        logits = graphed.forward() if graphed is not None else self._executor.forward(batch, tap)
+        if graphed is not None:
+            logits = graphed.forward(and_draw=marks is None and self._table.are_plain(plan.seqs))
+        else:
+            logits = self._executor.forward(batch, tap)
         launched = LaunchedStep(
             plan=plan,
             generations=self._table.generation[plan.seqs],
             draws=picks.draws,
             places=picks.places,
+            slots=picks.slots,
             num_drafts=picks.num_drafts,
+            version=self._table.version,
             drawn=None,
             logprob_of=[],
             scored=[
@@ -130,12 +135,12 @@ class StepRunner:
         if not is_plain:
             self.graphs.note_eager("a prompt is cut short, or somebody looks at intermediates")
             return None
-        if picks.scored or len(picks.logits_rows) < int(plan.query_lens.sum()):
+        if picks.scored or len(picks.logits_rows) < plan.num_rows:
             self.graphs.note_eager("prompt rows")
             return None
         if previous is not None and previous.is_graphed:
-            return self.graphs.write(plan.seqs, plan.query_lens, plan.starts, links, previous.host_planned)
-        return self.graphs.write(plan.seqs, plan.query_lens, plan.starts, _NO_LINKS, None)
+            return self.graphs.write(plan, links, previous.host_planned)
+        return self.graphs.write(plan, _NO_LINKS, None)
 
     def _send_graphed(
         self, graphed: GraphedStep, picks: RowPicks, links: Int32Array, previous: Drawn | None
@@ -199,12 +204,14 @@ class StepRunner:
     ) -> None:
         table, requests, slots = self._table, picks.draws, picks.slots
         widths, starts = picks.num_drafts + 1, picks.starts
-        num_rows = int(widths.sum())
+        num_rows = len(picks.logits_rows) - sum(count for _, _, count, _ in picks.scored)
         rows = logits[:num_rows]
-        shapes, launched.faults = shape_rows(picks, self._table, self.shaping)
-        kept = self._logprobs.keep(
-            requests, np.flatnonzero(table.wants_logprobs[slots]).tolist(), widths, starts, rows, shapes
-        )
+        shapes, kept = StepShapes(), None
+        if not table.are_plain(launched.plan.seqs):
+            shapes, launched.faults = shape_rows(picks, self._table, self.shaping)
+            kept = self._logprobs.keep(
+                requests, np.flatnonzero(table.wants_logprobs[slots]).tolist(), widths, starts, rows, shapes
+            )
         if shapes:
             for row, error in self.shaping.apply(rows, shapes.rows, shapes.form_rows).items():
                 place = int(np.searchsorted(starts, row, side="right")) - 1

@@ -26,9 +26,10 @@ class StepPlan:
 
     Attributes:
         requests: in row order; not to be changed, as the next plan may share the list.
-        seqs: [n] int32 handles.
+        seqs: [n] int32 handles, in an array that the next plan may share.
         starts: [n] int32 positions of the first rows; upper bounds where steps with drafts are in flight.
         query_lens: [n] int32 rows of each.
+        num_rows: rows in all.
         copies: device memory to copy before the step, for choices that start from another one's KV.
     """
 
@@ -36,6 +37,7 @@ class StepPlan:
     seqs: Int32Array
     starts: Int32Array
     query_lens: Int32Array
+    num_rows: int
     copies: list[KVCopy] = field(default_factory=list)
 
 
@@ -89,7 +91,7 @@ class Scheduler:
         if not chosen:
             return None
         copies, self._copies = self._copies, []
-        return StepPlan(chosen, seqs, self.table.planned_computed[seqs], rows, copies)
+        return StepPlan(chosen, seqs, self.table.planned_computed[seqs], rows, int(rows.sum()), copies)
 
     def finish(self, request: Request) -> None:
         """Drop a request wherever it is and free what it holds."""
@@ -132,14 +134,21 @@ class Scheduler:
         table = self.table
         known = table.planned_tokens[seqs]
         rows = known - table.planned_computed[seqs]
-        decodes = (rows == 1) & (known > table.num_prompt[seqs])
-        rows = np.where(decodes, np.minimum(1 + table.num_drafts[seqs], table.max_tokens[seqs] - known), rows)
-        rows = np.where(table.waits[seqs] & (known > table.num_tokens[seqs]), 0, rows)
-        for place in np.flatnonzero(table.is_irregular[seqs]).tolist():
-            rows[place] = self._rows(self.running[place], self.max_rows)
-        # Whoever comes when little is left gets that much, and who comes after that gets none.
-        rows = np.clip(rows, 0, np.maximum(self.max_rows - np.cumsum(rows, dtype=np.int32) + rows, 0))
-        if (rows > 0).all():
+        drafts = table.num_drafts[seqs]
+        most = table.max_tokens[seqs]
+        if drafts.any() or (known >= most).any():
+            decodes = (rows == 1) & (known > table.num_prompt[seqs])
+            rows = np.where(decodes, np.minimum(1 + drafts, most - known), rows)
+        if not table.are_plain(seqs):
+            rows = np.where(table.waits[seqs] & (known > table.num_tokens[seqs]), 0, rows)
+            for place in np.flatnonzero(table.is_irregular[seqs]).tolist():
+                rows[place] = self._rows(self.running[place], self.max_rows)
+        least = int(rows.min(initial=1))
+        if least < 0 or int(rows.sum()) > self.max_rows:
+            # Whoever comes when little is left gets that much, and who comes after that gets none.
+            rows = np.clip(rows, 0, np.maximum(self.max_rows - np.cumsum(rows, dtype=np.int32) + rows, 0))
+            least = int(rows.min(initial=1))
+        if least > 0:
             return self._running_now(), seqs, rows
         places = np.flatnonzero(rows)
         return [self.running[place] for place in places.tolist()], seqs[places], rows[places]

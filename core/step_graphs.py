@@ -28,6 +28,7 @@ from deepinfer.core.graph_segments import Capturer, Segment
 from deepinfer.core.graph_sizes import GraphKey, GraphSizes
 from deepinfer.core.request_table import RequestTable
 from deepinfer.core.sampler import Sampler
+from deepinfer.core.scheduler import StepPlan
 from deepinfer.core.speculation import Drafting
 from deepinfer.core.stats import EngineStats
 from deepinfer.core.step_buffers import Int32Array
@@ -99,11 +100,13 @@ class GraphedStep:
         self._fetch = Segment(lambda: pieces.fetch(self._entries()))
         self._forward = Segment(lambda: pieces.forward(inputs, self._fetched))
         self._draw = Segment(lambda: pieces.draw(inputs, key, self._logits()))
+        self._both = Segment(self._forward_and_draw)
         self._draft = Segment(lambda: pieces.draft(inputs, key))
         self._newest_entries: Tensor | None = None
         self._fetched: Mapping[int, Tensor] | None = None
         self._newest_logits: Tensor | None = None
         self._part: UnpaddedStep | None = None
+        self._has_drawn = False
         self.is_replayed = True
         """All pieces of the newest step so far were graphs."""
 
@@ -123,12 +126,21 @@ class GraphedStep:
         """What the host wrote as upper bounds besides the batch: [seqs] int32 each."""
         return self._pieces.rewound(self.inputs)
 
+    @property
+    def fits(self) -> bool:
+        """Whether the results of all pieces had room in the memory of graphs."""
+        return all(piece.fits for piece in (self._look_up, self._forward, self._draw, self._both, self._draft))
+
     def send(self) -> None:
         """Begin the one copy that brings the step to the device."""
         self.inputs.host.send()
 
-    def forward(self) -> Tensor:
-        """Correct the step and run the model: [rows, vocab] float32, valid until the next captured step."""
+    def forward(self, *, and_draw: bool = False) -> Tensor:
+        """Correct the step and run the model: [rows, vocab] float32, valid until the next captured step.
+
+        Args:
+            and_draw: draw as well, in the same graph, since nobody has anything to do in between.
+        """
         start, is_fixed = Place(), True
         if self._pieces.host_fetch is not None:
             entries, is_fixed = self._capturer.run(self._look_up, start)
@@ -136,17 +148,20 @@ class GraphedStep:
             fetched, _ = self._capturer.run(self._fetch, self._look_up.end, may_capture=False)
             self._fetched = fetched
             start, is_fixed = self._fetch.end, is_fixed and self._fetch.has_run
-        logits, self.is_replayed = self._capturer.run(self._forward, start, may_capture=is_fixed)
-        self._newest_logits = logits
+        piece = self._both if and_draw else self._forward
+        logits, self.is_replayed = self._capturer.run(piece, start, may_capture=is_fixed)
+        self._newest_logits, self._has_drawn = logits, and_draw
         return logits
 
     def draw(self) -> None:
         """Draw from what `forward` gave, shaped since then or not; `without_padding` has the result."""
-        _, self.is_replayed = self._capturer.run(self._draw, self._forward.end, may_capture=self.is_replayed)
+        if not self._has_drawn:
+            _, self.is_replayed = self._capturer.run(self._draw, self._forward.end, may_capture=self.is_replayed)
 
     def draft(self) -> DraftOutput:
         """Propose tokens behind those drawn."""
-        drafted, self.is_replayed = self._capturer.run(self._draft, self._draw.end, may_capture=self.is_replayed)
+        end = self._both.end if self._has_drawn else self._draw.end  # the same place: both do the same in this order
+        drafted, self.is_replayed = self._capturer.run(self._draft, end, may_capture=self.is_replayed)
         return drafted
 
     def without_padding(self, num_rows: int, num_seqs: int) -> UnpaddedStep:
@@ -154,6 +169,11 @@ class GraphedStep:
         if self._part is None or (self._part.tokens.shape[0], self._part.newest.shape[0]) != (num_rows, num_seqs):
             self._part = self._pieces.part(self.inputs, num_rows, num_seqs)
         return self._part
+
+    def _forward_and_draw(self) -> Tensor:
+        logits = self._pieces.forward(self.inputs, self._fetched)
+        self._pieces.draw(self.inputs, self.key, logits)
+        return logits
 
     def _entries(self) -> Tensor:
         assert self._newest_entries is not None, "entries are looked up before they are fetched"
@@ -218,19 +238,15 @@ class StepGraphs:
         stats.num_graph_steps, stats.num_eager_steps = self.num_steps, dict(self.eager)
         stats.graph_reason = self._capturer.failure
 
-    def write(
-        self, seqs: Int32Array, widths: Int32Array, starts: Int32Array, links: Int32Array, planned: Int32Array | None
-    ) -> GraphedStep | None:
+    def write(self, plan: StepPlan, links: Int32Array, planned: Int32Array | None) -> GraphedStep | None:
         """Write a decode step into fixed host memory; None, and the reason counted, when no graph holds it.
 
         Args:
-            seqs: [n] int32 handles; each draws from all of its rows.
-            widths: [n] int32 rows of each.
-            starts: [n] int32 positions of the first rows.
+            plan: of sequences that each draw from all of their rows.
             links: [n] int32, their places in the captured step just before, -1 where it has nothing to tell.
             planned: [n'] int32, what the host assumed that each sequence of that step would emit; None without one.
         """
-        key = self._sizes.key(int(widths.sum()), len(seqs), int((starts + widths).max()))
+        key = self._sizes.key(plan.num_rows, len(plan.seqs), int((plan.starts + plan.query_lens).max()))
         if self._capturer.failure or key is None:
             self.note_eager("a step could not be captured" if self._capturer.failure else "too many rows")
             return None
@@ -238,7 +254,7 @@ class StepGraphs:
         self._steps[key] = step  # the newest stands last
         host = step.inputs.next_host()
         host.wait_until_sent()
-        self._write(host, key, seqs, widths, starts, links, planned)
+        self._write(host, key, plan, links, planned)
         return step
 
     def note_eager(self, reason: str) -> None:
@@ -250,7 +266,7 @@ class StepGraphs:
         if step.is_replayed:
             self.num_steps += 1
         else:
-            self.note_eager("the first step of its shape")
+            self.note_eager("the first step of its shape" if step.fits else "results exceed the memory of graphs")
 
     def _make(self, key: GraphKey) -> GraphedStep:
         if len(self._steps) >= MAX_SHAPES:
@@ -264,14 +280,13 @@ class StepGraphs:
         self,
         host: HostInputs,
         key: GraphKey,
-        seqs: Int32Array,
-        widths: Int32Array,
-        starts: Int32Array,
+        plan: StepPlan,
         links: Int32Array,
         planned: Int32Array | None,
     ) -> None:
+        seqs, widths = plan.seqs, plan.query_lens
         a, n, table = host.arrays, len(seqs), self._table
-        num_rows = self._executor.pool.write_step(seqs, widths, host.native, key.rows, key.seqs, starts)
+        num_rows = self._executor.pool.write_step(seqs, widths, host.native, key.rows, key.seqs, plan.starts)
         first_rows = a["cu_seqlens_q"][:n]
         is_as_before = host.seqs is seqs and host.version == self._sampler.version
         if not is_as_before:

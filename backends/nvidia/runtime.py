@@ -43,6 +43,15 @@ class CudaRuntime(RuntimeDefaults):
             num_devices=torch.cuda.device_count(),
         )
         self.sync_guard = SyncGuard()
+        self._streams: dict[int, torch.cuda.Stream] = {}
+
+    def stream_now(self) -> torch.cuda.Stream:
+        """The current stream as torch names it; asking torch makes a new object every time, several calls a step."""
+        raw: int = torch._C._cuda_getCurrentRawStream(self.device.index)
+        found = self._streams.get(raw)
+        if found is None:
+            found = self._streams[raw] = torch.cuda.current_stream(self.device)
+        return found
 
     def memory_info(self) -> MemoryInfo:
         """Free and total bytes; what the allocator holds and does not use is free, what pools set aside is not."""
@@ -97,7 +106,7 @@ class CudaRuntime(RuntimeDefaults):
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         host.copy_(tensor, non_blocking=True)
         done = torch.cuda.Event()
-        done.record()
+        done.record(self.stream_now())
         return CudaCopy(host, done, self.sync_guard)
 
     def write(self, target: Tensor, host: Tensor) -> None:
@@ -141,7 +150,7 @@ class CudaRuntime(RuntimeDefaults):
 
     def current_stream(self) -> Stream:
         """The stream that work of this thread goes to."""
-        return CudaStream(self, torch.cuda.current_stream(self.device))
+        return CudaStream(self, self.stream_now())
 
     @contextmanager
     def use_stream(self, stream: Stream) -> Iterator[None]:
@@ -268,11 +277,11 @@ class CudaEvent:
 
     def record(self) -> None:
         """Mark the end of the current stream."""
-        self.mark.record()
+        self.mark.record(self.runtime.stream_now())
 
     def wait(self) -> None:
         """Make the current stream wait for the mark."""
-        self.mark.wait()
+        self.mark.wait(self.runtime.stream_now())
 
     def synchronize(self) -> None:
         """Block the host until the mark is reached."""

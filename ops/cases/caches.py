@@ -263,6 +263,14 @@ def sparse_attn_cases() -> Iterable[Case]:
     keywords = {"heads": 64, "dim": 512, "window": 128, "pages": 40, "records": 32, "missing": 0.02, "dtype": bf16}
     yield Case("model layer", bound(_attend, rows=32, topk=512, **keywords), "real", ATTEND_ROWS)
     yield Case("model window layer", bound(_attend, rows=32, topk=None, **keywords), "real", ATTEND_ROWS)
+    # few rows and more, lists that fill no whole tile, and more keys than the model's
+    for rows, window, topk in ((1, 128, 512), (40, 128, 512), (40, 127, 450), (9, 128, 1030)):
+        make = bound(_attend, rows=rows, topk=topk, **(keywords | {"window": window, "missing": 0.3}))
+        yield Case(f"model shape, {rows} rows of {window} and {topk} slots", make, "real", ATTEND_ROWS)
+    make = bound(_attend, rows=40, topk=512, kinds=("fp8", "fp8"), **keywords)
+    yield Case("model shape, fp8 and fp8", make, "real", ATTEND_ROWS)
+    make = bound(_attend, rows=5, topk=512, sink=20.0, **(keywords | {"missing": 1.0}))
+    yield Case("model shape, rows without keys", make, "real", ATTEND_ROWS)
 
 
 def _infinite_sinks(gen: Generator) -> dict[str, Any]:

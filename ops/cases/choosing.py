@@ -189,6 +189,15 @@ def index_logits_paged_cases() -> Iterable[Case]:
     yield Case("MN-3 page offsets past 2^31", bound(make, page_stride=far_stride(16), **base), "small", PAGED_ROWS)
     keywords = {"heads": 32, "dim": 128, "records": 64, "columns": 32, "rows": 32, "num_columns": 2048}
     yield Case("model heads", bound(make, kind="index", dtype=torch.bfloat16, **keywords), "real", PAGED_ROWS)
+    keywords = {"heads": 32, "dim": 128, "records": 64, "columns": 5, "num_columns": 301}
+
+    def neighbours(gen: Generator, rows: int) -> dict[str, Any]:
+        """Rows of one sequence side by side, as in a prefill chunk or a verified draft."""
+        args = make(gen, kind="index", dtype=torch.bfloat16, rows=rows, **keywords)
+        return {**args, "row_to_seq": args["row_to_seq"].sort().values}
+
+    for rows in (1, 7, 30):
+        yield Case(f"model heads, {rows} neighbours", bound(neighbours, rows=rows), "real", PAGED_ROWS)
 
 
 def index_logits_blocks_cases() -> Iterable[Case]:
@@ -215,6 +224,10 @@ def index_logits_blocks_cases() -> Iterable[Case]:
     )
     keywords = {"heads": 32, "dim": 128, "records": 64, "columns": 32, "rows": 16, "blocks": 128, "candidate": 8}
     yield Case("model pool", bound(make, kind="index", dtype=torch.bfloat16, **keywords), "real", rows_of)
+    keywords = {"heads": 32, "dim": 128, "records": 64, "columns": 5, "rows": 9, "blocks": 70}
+    for candidate in (3, 8):
+        make_one = bound(make, kind="index", dtype=torch.bfloat16, candidate=candidate, **keywords)
+        yield Case(f"model heads, blocks of {candidate}", make_one, "real", rows_of)
 
 
 def block_max_cases() -> Iterable[Case]:
@@ -283,6 +296,15 @@ def topk_select_cases() -> Iterable[Case]:
     for name, columns, k in (("selection", 32768, 512), ("pool", 4096, 2048)):
         keywords = {"rows": 32, "columns": columns, "k": k, "dtype": torch.bfloat16, "dress": "ties"}
         yield Case(f"model {name}", bound(make, **keywords), "real", rows_of)
+    for columns, k, dress in (
+        (65536, 512, "plain"),
+        (40001, 2048, "broken"),
+        (20000, 512, "equal"),
+        (16387, 512, "zeros"),
+        (129280, 1, "plain"),
+    ):
+        keywords = {"rows": 5, "columns": columns, "k": k, "dtype": torch.float32, "dress": dress}
+        yield Case(f"{k} of {columns}, {dress}", bound(make, **keywords), "real", rows_of)
 
 
 def blocks_to_positions_cases() -> Iterable[Case]:

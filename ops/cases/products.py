@@ -279,6 +279,10 @@ def moe_grouped_gemm_cases() -> Iterable[Case]:
     for x, weight, out in (("mxfp8", "mxfp4", "bf16"), ("bf16", "mxfp8", "f32"), ("f32", "mxfp4", "f32")):
         keywords = {"counts": (0, 3, 70, 0, 9), "n": 256, "k": 256, "x": x, "weight": weight, "out": out}
         yield Case(f"whole blocks, {x} x {weight} to {out}", bound(make, **keywords), "small", ("x",))
+    few, some = (0, 3, 1, 0, 2), (5, 7, 9, 0, 8)
+    for name, count, out in (("few rows", few, "bf16"), ("few rows", few, "f32"), ("some rows", some, "bf16")):
+        keywords = {"counts": count, "n": 256, "k": 384, "x": "mxfp8", "weight": "mxfp4", "out": out}
+        yield Case(f"whole blocks, {name}, mxfp8 x mxfp4 to {out}", bound(make, **keywords), "small", ("x",))
     keywords = {"counts": (0, 0), "spare": 0, "n": 40, "k": 96, "x": "bf16", "weight": "bf16", "out": "bf16"}
     yield Case("MN-5 no rows at all", bound(make, **keywords), "small", ("x",))
     for name, n, k in (("up and gate", 4608, 5120), ("down", 5120, 2304), ("down, one of 8 ranks", 5120, 288)):

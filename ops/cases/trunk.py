@@ -117,6 +117,7 @@ def mhc_step_cases() -> Iterable[Case]:
             make, rows_of, ((f"{n}, {short(dtype)}", {"rows": r, "dtype": dtype}) for n, r in row_counts())
         )
     yield Case("model width", bound(make, rows=64, dtype=torch.bfloat16, h=5120), "real", rows_of)
+    yield Case("model width, many rows", bound(make, rows=523, dtype=torch.bfloat16, h=5120), "real", rows_of)
 
 
 def stream_mean_cases() -> Iterable[Case]:

@@ -148,7 +148,7 @@ def test_workloads_get_what_each_request_gets_alone(seeds):
 
 
 class CountingRuntime(FakeRuntime):
-    """Counts copies."""
+    """Counts copies, allocations and replays."""
 
     def __init__(self):
         super().__init__(memory_bytes=1 << 28)
@@ -170,23 +170,44 @@ class CountingRuntime(FakeRuntime):
         self.counts["memory"] += 1
         return super().allocate(shape, dtype, account)
 
+    def capture(self, step):
+        replay = super().capture(step)
 
-def test_a_captured_step_is_one_copy_in_one_copy_out_and_no_memory():
-    runtime = CountingRuntime()
+        def counted():
+            self.counts["replays"] += 1
+            replay()
+
+        return counted
+
+
+def steps_of(runtime, **wants):
+    """Captured steps of three requests, of which 20 are counted; how many of those were replays."""
     ops = OpTable(find_backend("fake"), BindContext(runtime.device, runtime, True, 4096), True, {})
     model = OnFake(HashModel(64), ops)
     engine = Engine(model, EngineConfig(max_num_seqs=4, max_model_len=256, num_kv_blocks=16), ops)
     for i in range(3):
-        engine.add_request(str(i), [1 + i, 2], SamplingParams(max_tokens=60, temperature=1.0, seed=i))
+        engine.add_request(str(i), [1 + i, 2], SamplingParams(max_tokens=60, temperature=1.0, seed=i, **wants))
     for _ in range(8):
         engine.step()
     before = engine.stats().num_graph_steps
     runtime.counts.clear()
     for _ in range(20):
         engine.step()
-    assert engine.stats().num_graph_steps == before + 20
-    assert runtime.counts == {"in": 20, "out": 20}
+    replayed = engine.stats().num_graph_steps - before
     engine.close()
+    return replayed
+
+
+def test_a_captured_step_is_one_copy_in_one_graph_one_copy_out_and_no_memory():
+    runtime = CountingRuntime()
+    assert steps_of(runtime) == 20
+    assert runtime.counts == {"in": 20, "out": 20, "replays": 20}
+
+
+def test_a_step_with_work_between_model_and_draw_is_two_graphs():
+    runtime = CountingRuntime()
+    replayed = steps_of(runtime, logprobs=1)
+    assert replayed > 5 and runtime.counts["replays"] == 2 * replayed
 
 
 # What cannot be captured
@@ -256,6 +277,7 @@ def test_what_does_not_fit_is_not_captured(fake, wanted, monkeypatch):
     llm = fake(speculation="coupled", draft_schedule="fixed")
     assert generate(llm) == wanted["mixed"]
     assert llm.stats.num_graph_steps == 0 and llm.stats.graph_reason == ""
+    assert set(llm.stats.num_eager_steps) == {"prompt rows", "results exceed the memory of graphs"}
 
 
 def test_steps_that_are_too_large_run_as_they_are(fake, wanted):

@@ -17,7 +17,6 @@ from typing import Any, Final
 from deepinfer.conformance.failures import save_failure
 from deepinfer.conformance.results import CaseResult, Check
 from deepinfer.conformance.runner import Made, make_case, run_case
-from deepinfer.conformance.subject import resolve
 from deepinfer.conformance.suite import Session, run_ops
 from deepinfer.ops.catalog import defined_ops
 from deepinfer.ops.errors import OpArgumentError
@@ -173,7 +172,7 @@ def _run(session: Session, op: OpSpec[..., Any], case: Case) -> CaseResult | Non
 
 
 def _judge(session: Session, made: Made) -> CaseResult:
-    subject = resolve(session.backend, session.runtime, made.op, made.op.static_dims(made.args))
+    subject = session.subject(made)
     result = run_case(subject, made)
     if result.status == "slow":
         result.status, result.detail = "pass", ""  # of sizes that nobody uses

@@ -118,6 +118,7 @@ def run_semantics(session: Session) -> None:
         "a mixed batch equals each request alone": lambda bench: bench.same(max_num_batched_tokens=24),
         "KV-2 preempted requests resume to the same answer": _preemption,
         "asynchronous steps give the same tokens": lambda bench: bench.same(async_scheduling=True),
+        "captured decode steps give the bits of eager ones": _captured,
         "rejected drafts are rolled back": _rollback,
         "a reused prefix gives the same answer": _prefix,
         "cancelled requests give back everything": _cancel,
@@ -208,6 +209,23 @@ def _preemption(bench: Bench) -> Verdict:
         yield equal("equals a large pool", bench.run(llm, bench.prompts, longer), want)
         yield Check("preempts", llm.stats.num_preemptions > 0, "nobody was preempted")
         yield returned(llm)
+
+
+def _captured(bench: Bench) -> Verdict:
+    """Where a device or its ops cannot be captured, both engines run the same steps and no graph is asked for."""
+    longer = [replace(p, max_tokens=24) for p in bench.params]
+    drafting: dict[str, Any] = {"speculation": "coupled", "draft_schedule": "fixed"}
+    for label, settings in (("alone", {}), ("with drafts", drafting)):
+        with bench.engine(graphs=False, **settings) as llm:
+            want = bench.run(llm, bench.prompts, longer)
+        with bench.engine(**settings) as llm:
+            captures = not llm.stats.graph_reason
+            yield equal(f"equal, {label}", bench.run(llm, bench.prompts, longer), want)
+            yield returned(llm)
+            if captures:
+                stats = llm.stats
+                said = stats.graph_reason or f"steps without a graph: {stats.num_eager_steps}"
+                yield Check(f"replays, {label}", stats.num_graph_steps > 0 and not stats.graph_reason, said)
 
 
 def _rollback(bench: Bench) -> Verdict:

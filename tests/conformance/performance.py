@@ -19,7 +19,7 @@ from torch import Tensor
 
 from deepinfer.conformance.results import CaseResult
 from deepinfer.conformance.runner import Made, make_case
-from deepinfer.conformance.subject import Subject, resolve
+from deepinfer.conformance.subject import Subject
 from deepinfer.conformance.suite import Session
 from deepinfer.conformance.values import HUGE_BYTES, extent, walk
 from deepinfer.ops.catalog import defined_ops
@@ -46,7 +46,7 @@ def run_performance(session: Session) -> None:
             if case.tag != "real" or not session.wants(name, case.name):
                 continue
             made = make_case(op, case)
-            subject = resolve(session.backend, session.runtime, op, op.static_dims(made.args))
+            subject = session.subject(made)
             if not subject.native:
                 continue  # the speed of a reference is nobody's claim
             session.add(time_case(subject, made, roof))

@@ -38,6 +38,7 @@ class Subject:
         native: False when it is the reference.
         plan: bound to the dimensions of the case.
         runtime: the device.
+        batch_invariant: rows must have the same bits in any batch.
         persistent: what the plan asked for, zeroed once; every run must leave it zero.
         dirt: what runs left there, in words.
     """
@@ -47,6 +48,7 @@ class Subject:
     native: bool
     plan: Plan
     runtime: Runtime
+    batch_invariant: bool = True
     persistent: Tensor | None = field(default=None, init=False, repr=False)
     dirt: list[str] = field(default_factory=list, init=False, repr=False)
 
@@ -137,6 +139,8 @@ class Subject:
 
     def _filled(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         value: Any = torch.nan if dtype.is_floating_point else True if dtype == torch.bool else torch.iinfo(dtype).max
+        if self.runtime.capabilities.torch_compute:
+            return self.runtime.empty(shape, dtype).fill_(value)  # scratch may be large, and this is done for every run
         return self.runtime.to_device(torch.full(shape, value, dtype=dtype))
 
     @property
@@ -176,24 +180,27 @@ def _packed(tensor: Tensor) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
-def resolve(backend: Backend, runtime: Runtime, op: OpSpec[..., Any], dims: Dims) -> Subject:
+def resolve(
+    backend: Backend, runtime: Runtime, op: OpSpec[..., Any], dims: Dims, *, batch_invariant: bool = True
+) -> Subject:
     """The implementation that the registry would choose for these dimensions; the reference where there is none."""
-    table = OpTable(backend, context(runtime), overrides={})
+    table = OpTable(backend, context(runtime, batch_invariant=batch_invariant), overrides={})
     bound = table.bind(op, **dims)
-    return Subject(op, bound.implementation, bound.native, bound.plan, runtime)
+    return Subject(op, bound.implementation, bound.native, bound.plan, runtime, batch_invariant)
 
 
 def subject_of(implementation: Implementation, runtime: Runtime, dims: Dims) -> Subject | None:
     """One given implementation; None when its predicate refuses these dimensions."""
     if not implementation.when(dims):
         return None
-    plan = implementation.bind(dims, context(runtime))
-    return Subject(implementation.op, implementation.name, True, plan, runtime)
+    invariant = implementation.batch_invariant
+    plan = implementation.bind(dims, context(runtime, batch_invariant=invariant))
+    return Subject(implementation.op, implementation.name, True, plan, runtime, invariant)
 
 
-def context(runtime: Runtime) -> BindContext:
+def context(runtime: Runtime, *, batch_invariant: bool = True) -> BindContext:
     """What implementations bind with here."""
-    return BindContext(runtime.device, runtime, batch_invariant=True, max_tokens=8192)
+    return BindContext(runtime.device, runtime, batch_invariant, max_tokens=8192)
 
 
 def open_runtime(backend: Backend) -> Runtime:

@@ -16,7 +16,7 @@ from deepinfer.conformance.claims import Waiver, apply_waivers, must_pass_gaps
 from deepinfer.conformance.failures import load_failure, save_failure
 from deepinfer.conformance.results import BAD, CaseResult, Report
 from deepinfer.conformance.runner import Made, make_case, run_case
-from deepinfer.conformance.subject import open_runtime, resolve
+from deepinfer.conformance.subject import Subject, open_runtime, resolve
 from deepinfer.ops.backend import Backend
 from deepinfer.ops.catalog import defined_ops
 from deepinfer.ops.errors import OpArgumentError
@@ -37,6 +37,7 @@ class Session:
         ops: glob over op names.
         case: run this one alone: `op/case`, a case's name (a glob), or a file of `failures`.
         real: also cases with the model's own shapes.
+        batch_invariant: False for the forms that are chosen only without it, whose rows are not held to it.
         folder: where reports and failing cases go; None for nowhere.
         listener: told of every result.
     """
@@ -47,6 +48,7 @@ class Session:
     ops: str = "*"
     case: str = ""
     real: bool = False
+    batch_invariant: bool = True
     folder: Path | None = None
     listener: Listener | None = None
     results: list[CaseResult] = field(default_factory=list)
@@ -61,6 +63,11 @@ class Session:
         self.results.append(result)
         if self.listener is not None:
             self.listener(result)
+
+    def subject(self, made: Made) -> Subject:
+        """The implementation that the registry chooses for a case."""
+        dims = made.op.static_dims(made.args)
+        return resolve(self.backend, self.runtime, made.op, dims, batch_invariant=self.batch_invariant)
 
     def wants(self, op: str, case: str) -> bool:
         """True when this case is chosen."""
@@ -131,7 +138,7 @@ def run_ops(session: Session) -> None:
 
 def run_made(session: Session, made: Made) -> CaseResult:
     """Run a case on the implementation that the registry chooses; save it if it fails."""
-    subject = resolve(session.backend, session.runtime, made.op, made.op.static_dims(made.args))
+    subject = session.subject(made)
     result = run_case(subject, made)
     if result.status == "fail" and session.folder is not None:
         result.failure_file = str(save_failure(session.folder / "failures", made, result))

@@ -99,6 +99,21 @@ def test_far_caches_take_no_memory_and_survive_copies() -> None:
     assert copied(data).stride() == data.stride()
 
 
+def test_forms_without_batch_invariance_are_run_when_asked_for_and_not_held_to_it() -> None:
+    def varying(x, weight, eps):  # bits depend on the number of rows
+        return rms_norm.reference(x, weight, eps) * (1 + 2.0**-20 * (x.shape[0] % 2))
+
+    backend = backend_with(good)
+    backend.implements(rms_norm, priority=9, batch_invariant=False)(varying)
+    assert {r.implementation for r in run_suite(session(backend)).results if r.level} == {"planted.good"}
+    report = run_suite(session(backend, batch_invariant=False))
+    assert {r.implementation for r in report.results if r.level} == {"planted.varying"}
+    kinds = {check.name for result in report.results for check in result.checks}
+    assert "D0" in kinds and not kinds & {"D1", "D2"}
+    held = run_suite(session(backend_with(varying)))
+    assert any(not check.ok and check.name in ("D1", "D2") for r in held.results for check in r.checks)
+
+
 # --- comparing ------------------------------------------------------------------------------------------------------
 
 
