@@ -45,7 +45,7 @@ class Portion:
 _session: Any = None
 
 
-def _start(backend: str, emulate: bool, real: bool) -> None:
+def _start(backend: str, emulate: bool, real: bool, batch_invariant: bool) -> None:
     """Open the backend in this process."""
     global _session
     import torch
@@ -54,7 +54,8 @@ def _start(backend: str, emulate: bool, real: bool) -> None:
     from deepinfer.ops.registry import find_backend, find_emulated
 
     torch.set_num_threads(1)
-    _session = open_session(find_emulated(backend) if emulate else find_backend(backend), level=1, real=real)
+    found = find_emulated(backend) if emulate else find_backend(backend)
+    _session = open_session(found, level=1, real=real, batch_invariant=batch_invariant)
 
 
 def _run(portion: Portion) -> list[CaseResult]:
@@ -97,6 +98,7 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--report", type=Path, required=True)
     parser.add_argument("--real", action="store_true", help="also cases with the model's own shapes")
+    parser.add_argument("--variant", action="store_true", help="the forms that are chosen without batch invariance")
     parser.add_argument("--emulate", action="store_true", help="interpret the kernels on the host")
     parser.add_argument("--write-proof", action="store_true", help="record what passed in proof.json")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop handing out work after this")
@@ -107,7 +109,7 @@ def main() -> int:
         options.jobs,
         mp_context=get_context("spawn"),
         initializer=_start,
-        initargs=(options.backend, options.emulate, options.real),
+        initargs=(options.backend, options.emulate, options.real, not options.variant),
     ) as pool:
         loads, report.device, report.versions = pool.submit(_loads).result()
         report.results += loads

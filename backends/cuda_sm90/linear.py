@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from deepinfer.backends.cuda_sm90 import BACKEND
 from deepinfer.backends.cuda_sm90.packing import BLOCK, LAYOUT, fits, pack, unpack
-from deepinfer.backends.cuda_sm90.products import MOST_EXPERTS, multiply
+from deepinfer.backends.cuda_sm90.products import MOST_EXPERTS, multiply, split_of
 from deepinfer.backends.nvidia import linear as triton_form
 from deepinfer.backends.nvidia.decode import decode_rows
 from deepinfer.backends.nvidia.registry import KernelPlan
@@ -87,12 +88,14 @@ def linear_mx(
     *,
     out: Tensor | None = None,
     scratch: Tensor | None = None,
+    invariant: bool = True,
 ) -> Tensor:
-    """See `ops.linear.linear_mx`."""
+    """See `ops.linear.linear_mx`; without `invariant`, few rows are summed in parts of K by a block each."""
     if weight.layout != LAYOUT or not _suits_kernel(x, out_dtype):
         return triton_form.linear_mx(x, _canonical(weight), out_dtype, acc, out=out)
     y = new_like(out, (x.shape[0], weight.shape[0]), out_dtype, x.device)
-    multiply(_rows(x, scratch), weight, y, acc=None if acc is None else packed(acc.float()))
+    sums = None if acc is None else packed(acc.float())
+    multiply(_rows(x, scratch), weight, y, acc=sums, invariant=invariant)
     return y
 
 
@@ -145,6 +148,19 @@ def _plan(function: Callable[..., Any], dims: Dims, ctx: BindContext) -> Plan:
 def linear_mx_wgmma(dims: Dims, ctx: BindContext) -> Plan:
     """Decodes weights in registers."""
     return _plan(linear_mx, dims, ctx)
+
+
+def _small(dims: Dims) -> bool:
+    """Whether parts of K pay."""
+    return _whole_blocks(dims) and split_of(int(dims.get("n", 0)), int(dims.get("k", 0)) // BLOCK) > 1
+
+
+@BACKEND.implements_plan(
+    linear_ops.linear_mx, when=_small, priority=11, batch_invariant=False, sources=_SOURCES, interpreted=False
+)
+def linear_mx_parts(dims: Dims, ctx: BindContext) -> Plan:
+    """As `linear_mx_wgmma`, but blocks sum parts of K where rows are few."""
+    return _plan(partial(linear_mx, invariant=False), dims, ctx)
 
 
 @BACKEND.implements_plan(

@@ -44,37 +44,45 @@ def pack(weight: QTensor) -> QTensor:
     Args:
         weight: one that `fits`.
     """
-    data, scale = _new(weight)
-    depth = weight.shape[-1]
-    for (codes, scales), (to, to_scales) in zip(
-        _matrices(weight.data, weight.scale), _matrices(data, scale), strict=True
-    ):
+    data, depth = _new(weight.data), weight.shape[-1]
+    for codes, to in zip(matrices(weight.data), matrices(data), strict=True):
         to.view(-1).copy_((_pack_bytes if weight.fmt == "mxfp8" else _pack_pairs)(codes, depth).reshape(-1))
-        ordered = scales.reshape(-1, 2, 4, 4, 2, 2, depth // BLOCK, 4).permute(0, 6, 1, 2, 3, 5, 7, 4)
-        to_scales.view(-1).copy_((ordered + _LEFT_OUT[weight.fmt]).reshape(-1))
-    return QTensor(data, scale, weight.fmt, LAYOUT)
+    return QTensor(data, pack_scales(weight), weight.fmt, LAYOUT)
 
 
 def unpack(weight: QTensor) -> QTensor:
     """What `pack` was given, bit for bit, in new memory."""
-    data, scale = _new(weight)
-    depth = weight.shape[-1]
-    for (codes, scales), (to, to_scales) in zip(
-        _matrices(weight.data, weight.scale), _matrices(data, scale), strict=True
-    ):
+    data, depth = _new(weight.data), weight.shape[-1]
+    for codes, to in zip(matrices(weight.data), matrices(data), strict=True):
         to.copy_((_unpack_bytes if weight.fmt == "mxfp8" else _unpack_pairs)(codes, depth).reshape(to.shape))
+    return QTensor(data, unpack_scales(weight), weight.fmt)
+
+
+def pack_scales(weight: QTensor) -> Tensor:
+    """Scales of a canonical weight in the packed order, in new memory."""
+    packed, depth = _new(weight.scale), weight.shape[-1]
+    for scales, to in zip(matrices(weight.scale), matrices(packed), strict=True):
+        ordered = scales.reshape(-1, 2, 4, 4, 2, 2, depth // BLOCK, 4).permute(0, 6, 1, 2, 3, 5, 7, 4)
+        to.view(-1).copy_((ordered + _LEFT_OUT[weight.fmt]).reshape(-1))
+    return packed
+
+
+def unpack_scales(weight: QTensor) -> Tensor:
+    """Scales of a packed weight in the canonical order, in new memory."""
+    canonical, depth = _new(weight.scale), weight.shape[-1]
+    for scales, to in zip(matrices(weight.scale), matrices(canonical), strict=True):
         ordered = scales.reshape(-1, depth // BLOCK, 2, 4, 4, 2, 4, 2).permute(0, 2, 3, 4, 7, 5, 1, 6)
-        to_scales.copy_((ordered - _LEFT_OUT[weight.fmt]).reshape(to_scales.shape))
-    return QTensor(data, scale, weight.fmt)
+        to.copy_((ordered - _LEFT_OUT[weight.fmt]).reshape(to.shape))
+    return canonical
 
 
-def _new(weight: QTensor) -> tuple[Tensor, Tensor]:
-    like = torch.contiguous_format
-    return torch.empty_like(weight.data, memory_format=like), torch.empty_like(weight.scale, memory_format=like)
+def matrices(x: Tensor) -> list[Tensor]:
+    """The matrices of a weight's codes or scales: of experts one each."""
+    return [x] if x.dim() == 2 else list(x.unbind(0))
 
 
-def _matrices(data: Tensor, scale: Tensor) -> list[tuple[Tensor, Tensor]]:
-    return [(data, scale)] if data.dim() == 2 else list(zip(data.unbind(0), scale.unbind(0), strict=True))
+def _new(x: Tensor) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 # axes: 0 block of rows, half, warp, high, pair, low, 6 block of K, part, step, upper, 10 quarter, odd;

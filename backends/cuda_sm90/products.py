@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from deepinfer.backends.cuda_sm90.packing import BLOCK
+from deepinfer.backends.cuda_sm90.packing_narrow import NARROW
 from deepinfer.backends.cuda_sm90.wgmma import wgmma
 from deepinfer.backends.nvidia.nvrtc import CudaFunction, CudaProgram, tensor_map
 from deepinfer.ops.formats import QTensor
@@ -28,14 +29,19 @@ _MOST_STAGES: Final = 8
 _SWEEP: Final = 48
 """Output tiles that are taken for one row tile before the next: their weights stay in the L2 cache."""
 MOST_EXPERTS: Final = 1024
+_HALVES: Final = 264
+"""Blocks of 64 rows of a weight that occupy a device; a constant, since bits depend on it."""
+_MOST_PARTS: Final = 8
+_ROWS_OF_PARTS: Final = 64
+"""Rows up to which a block for each part of K is faster than one for all."""
 
 
 class _Params(ctypes.Structure):
     """The kernel's `Params`."""
 
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("codes", "scales", "row_ends", "out", "acc")),
-        *((name, ctypes.c_uint64) for name in ("out_pitch", "acc_pitch")),
+        *((name, ctypes.c_void_p) for name in ("codes", "scales", "row_ends", "out", "acc", "token_scales")),
+        *((name, ctypes.c_uint64) for name in ("token_scale_rows", "out_pitch", "acc_pitch")),
         *((name, ctypes.c_int) for name in ("experts", "rows", "row_tiles", "out_tiles", "depth_blocks")),
         *((name, ctypes.c_int) for name in ("sweep", "group_tiles")),
     ]
@@ -51,6 +57,9 @@ class Form:
         groups: warpgroups that multiply, 64 weight rows each.
         wide: float32 results instead of bfloat16.
         experts: whose row ends shared memory holds; 0 for a product without experts.
+        narrow: weights are packed for e4m3 products.
+        eight: these are e4m3 products.
+        split: parts of K that a block each sums.
     """
 
     bits: int
@@ -58,17 +67,23 @@ class Form:
     groups: int
     wide: bool
     experts: int = 0
+    narrow: bool = False
+    eight: bool = False
+    split: int = 1
 
     @property
     def resident(self) -> int:
         """Blocks of a multiprocessor: as many as registers allow, and rings of three stages."""
         if self.bits == 8:
             return 2 if self.tokens <= 64 else 1
+        if self.eight:
+            return 3 if self.tokens <= 8 else 2
         return 3 if self.tokens <= 16 else 2 if self.tokens <= 96 else 1
 
     @property
     def _stage_bytes(self) -> int:
-        return self.groups * (64 * BLOCK * self.bits // 8 + 256) + self.tokens * BLOCK * 2
+        of_token = BLOCK + 16 if self.eight else BLOCK * 2
+        return self.groups * (64 * BLOCK * self.bits // 8 + 256) + self.tokens * of_token
 
     @property
     def _fixed_bytes(self) -> int:
@@ -97,9 +112,17 @@ class Form:
                 "GROUPS": self.groups,
                 "RESIDENT": self.resident,
                 "WIDE": int(self.wide),
+                "NARROW": int(self.narrow),
+                "EIGHT": int(self.eight),
+                "SPLIT": self.split,
             },
-            generated=(wgmma("multiply", self.tokens, registers=True),),
+            generated=(wgmma("multiply", self.tokens, registers=True, eight_bits=self.eight),),
         )
+
+
+def split_of(num_out: int, depth_blocks: int) -> int:
+    """Parts of K for a matrix of so many rows: as many as fill the device twice with one tile of tokens."""
+    return max(min(_HALVES // -(-num_out // 64), _MOST_PARTS, depth_blocks), 1)
 
 
 def tile_tokens(num_rows: int, experts: int = 1) -> int:
@@ -135,29 +158,45 @@ def multiply(
     row_ends: Tensor | None = None,
     groups: int = 1,
     acc: Tensor | None = None,
+    token_scales: Tensor | None = None,
+    invariant: bool = True,
 ) -> None:
     """`out = x W^T + acc` with a packed weight.
 
     Args:
-        x: [T, groups * K] bfloat16, rows at multiples of 16 bytes.
+        x: [T, groups * K] bfloat16, rows at multiples of 16 bytes; e4m3 codes with `token_scales`. For a weight that is
+            packed for e4m3 products, bfloat16 columns stand in the order of `evens_first`.
         weight: [N, K], [G, N, K] with one group of columns of `x` and of `out` each, or [E, N, K].
         out: [T, groups * N] bfloat16 or float32, columns side by side, rows at multiples of 8 bytes.
         row_ends: [E] int32 running ends of the experts' rows; None without experts.
         groups: matrices that stand side by side.
         acc: like `out`, float32.
+        token_scales: [K / 128, at least T + a tile, 4] float32 powers of two, for e4m3 products with experts.
+        invariant: rows have the same bits in any batch; False lets blocks sum parts of K where rows are few.
     """
     num_rows = x.shape[0]
     if num_rows == 0:
         return
     experts = 0 if row_ends is None else weight.shape[0]
     num_out, depth = weight.shape[-2:]
+    may_split = not invariant and experts == 0 and num_rows <= _ROWS_OF_PARTS
+    split = split_of(groups * num_out, depth // BLOCK) if may_split else 1
     tokens = tile_tokens(num_rows, max(experts, 1))
     device = x.device.index
     processors = _num_processors(device)
     row_tiles = -(-num_rows // tokens)
     # few tiles: halves of them occupy twice the multiprocessors
-    halves = experts == 0 and row_tiles * groups * (num_out // BLOCK) < processors
-    form = Form(4 if weight.fmt == "mxfp4" else 8, tokens, 1 if halves else 2, out.dtype == torch.float32, experts)
+    halves = split > 1 or (experts == 0 and row_tiles * groups * (num_out // BLOCK) < processors)
+    form = Form(
+        bits=4 if weight.fmt == "mxfp4" else 8,
+        tokens=tokens,
+        groups=1 if halves else 2,
+        wide=out.dtype == torch.float32,
+        experts=experts,
+        narrow=weight.layout == NARROW,
+        eight=token_scales is not None,
+        split=split,
+    )
     group_tiles = num_out // (64 * form.groups)
     out_tiles = groups * group_tiles
     params = _Params(
@@ -166,6 +205,8 @@ def multiply(
         None if row_ends is None else row_ends.data_ptr(),
         out.data_ptr(),
         None if acc is None else acc.data_ptr(),
+        None if token_scales is None else token_scales.data_ptr(),
+        0 if token_scales is None else token_scales.shape[1],
         out.stride(0),
         0 if acc is None else acc.stride(0),
         experts,
@@ -177,5 +218,6 @@ def multiply(
         group_tiles,
     )
     most = (row_tiles + min(experts, num_rows)) * out_tiles
-    blocks = min(processors * form.resident, most)
-    _function(device, form).launch((blocks,), 128 * form.groups + 32, (tensor_map(x, tokens, 64), params))
+    blocks = most * split if split > 1 else min(processors * form.resident, most)
+    columns = x if token_scales is None else x.view(torch.bfloat16)  # the map only counts bytes
+    _function(device, form).launch((blocks,), 128 * form.groups + 32, (tensor_map(columns, tokens, 64), params))

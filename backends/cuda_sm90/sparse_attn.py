@@ -4,57 +4,58 @@ from __future__ import annotations
 
 import ctypes
 import math
-from functools import lru_cache
-from pathlib import Path
+from functools import lru_cache, partial
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from deepinfer.backends.cuda_sm90 import BACKEND
-from deepinfer.backends.cuda_sm90.wgmma import wgmma
+from deepinfer.backends.cuda_sm90.attention_forms import (
+    BLOCKS_OF_ROW,
+    Form,
+    Pages,
+    Room,
+    attention_function,
+    block_threads,
+    choose_form,
+    divide_scratch,
+    helper_function,
+    parts_scratch_bytes,
+    scratch_bytes,
+    works_on_parts,
+)
 from deepinfer.backends.nvidia.attention import sparse_attn as triton_sparse_attn
-from deepinfer.backends.nvidia.nvrtc import CudaFunction, CudaProgram, tensor_map
+from deepinfer.backends.nvidia.nvrtc import tensor_map
 from deepinfer.backends.nvidia.registry import KernelPlan
 from deepinfer.backends.nvidia.tensors import new_like, packed
 from deepinfer.ops import attention as attention_ops
 from deepinfer.ops.backend import BindContext, Dims, Plan
 from deepinfer.ops.formats import PagedCache
 
-_FOLDER: Final = Path(__file__).parent / "cuda"
 _HEADS: Final = 64
 _DIM: Final = 512
-_THREADS: Final = 512
-_SHARED_BYTES: Final = 65536 + 2 * 65536 + 8192 + 1024 + 512 + 512 + 64 + 1024
 _CARRIED: Final = 512.0
 """Decoded keys are this much too small."""
+_HELPER_THREADS: Final = 256
+_GATHERING_BLOCKS: Final = 8
+"""Blocks a multiprocessor of the kernels that decode records beforehand."""
+_MERGED_HEADS: Final = 8
+"""Heads that a block merges."""
 
 
 class _Params(ctypes.Structure):
-    """The kernel's `Params`."""
+    """The kernels' `Params`."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("window", "kv", "window_slots", "kv_slots", "sink", "out", "lse")),
+        *((name, ctypes.c_void_p) for name in ("gathered_bits", "gathered_places", "num_gathered", "gathered")),
+        *((name, ctypes.c_void_p) for name in ("part_out", "part_lse")),
         *((name, ctypes.c_uint64) for name in ("window_page_bytes", "kv_page_bytes", "window_pitch", "kv_pitch")),
-        *((name, ctypes.c_int) for name in ("rows", "window_columns", "kv_columns")),
+        *((name, ctypes.c_int) for name in ("rows", "window_columns", "kv_columns", "parts")),
+        *((name, ctypes.c_uint32) for name in ("window_words", "capacity")),
         ("scale", ctypes.c_float),
     ]
-
-
-def program(window_records: int, kv_records: int, kv_fp4: bool) -> CudaProgram:
-    """The kernel for pages of so many records."""
-    return CudaProgram(
-        files=(_FOLDER / "hopper.cuh", _FOLDER / "sparse_attn.cu"),
-        entry="sparse_attn",
-        macros={"WINDOW_RECORDS": window_records, "KV_RECORDS": kv_records, "KV_FP4": int(kv_fp4)},
-        generated=(wgmma("mma_scores", 32), wgmma("mma_values", 128, transposed=True)),
-    )
-
-
-@lru_cache(maxsize=64)
-def _function(device: int, window_records: int, kv_records: int, kv_fp4: bool) -> CudaFunction:
-    with torch.cuda.device(device):
-        return CudaFunction(program(window_records, kv_records, kv_fp4), "sm_90a", _SHARED_BYTES)
 
 
 @lru_cache(maxsize=64)
@@ -63,7 +64,7 @@ def _num_processors(device: int) -> int:
 
 
 def _fits(q: Tensor, caches: tuple[PagedCache | None, ...], columns: int) -> bool:
-    """What only run-time arguments show: dtype, and records at multiples of 16 bytes, as the kernel loads them."""
+    """What only run-time arguments show: dtype, and records at multiples of 16 bytes, as the kernels load them."""
     aligned = all(c.data.data_ptr() % 16 == 0 and c.data.stride(0) % 16 == 0 for c in caches if c is not None)
     return q.dtype == torch.bfloat16 and aligned and columns > 0
 
@@ -78,8 +79,23 @@ def run(
     attn_sink: Tensor,
     *,
     out: tuple[Tensor, Tensor] | None = None,
+    scratch: Tensor | None = None,
+    invariant: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """One persistent block per multiprocessor; what does not fit the kernel goes to the Triton form."""
+    """See `ops.attention.sparse_attn`. What does not fit the kernels goes to the Triton form.
+
+    Args:
+        q: as the op's, and so are those behind it.
+        window_cache: see there.
+        window_slots: see there.
+        kv_cache: see there.
+        kv_slots: see there.
+        softmax_scale: see there.
+        attn_sink: see there.
+        out: memory for the results.
+        scratch: room for decoded records or for results of parts; without it the forms that need it are not used.
+        invariant: rows have the same bits in any batch; False lets blocks work on parts of rows.
+    """
     if kv_slots is None:
         kv_cache = None
     kv_columns = 0 if kv_cache is None or kv_slots is None else kv_slots.shape[1]
@@ -94,7 +110,6 @@ def run(
     window_slots = _rows(window_slots)
     kv_slots = window_slots if kv_slots is None else _rows(kv_slots)
     second = window_cache if kv_cache is None else kv_cache
-    device = q.device.index
     params = _Params(
         window_cache.data.data_ptr(),
         second.data.data_ptr(),
@@ -103,19 +118,66 @@ def run(
         sink.data_ptr(),
         o.data_ptr(),
         lse.data_ptr(),
-        window_cache.data.stride(0),
-        second.data.stride(0),
-        window_slots.stride(0),
-        kv_slots.stride(0),
-        num_rows,
-        window_slots.shape[1],
-        kv_columns,
-        softmax_scale * math.log2(math.e) * _CARRIED,
+        window_page_bytes=window_cache.data.stride(0),
+        kv_page_bytes=second.data.stride(0),
+        window_pitch=window_slots.stride(0),
+        kv_pitch=kv_slots.stride(0),
+        rows=num_rows,
+        window_columns=window_slots.shape[1],
+        kv_columns=kv_columns,
+        parts=1,
+        scale=softmax_scale * math.log2(math.e) * _CARRIED,
     )
-    function = _function(device, window_cache.records, second.records, second.format.kind == "fp4")
+    pages = Pages(window_cache.records, second.records, second.format.kind == "fp4")
     query = tensor_map(q.view(num_rows * _HEADS, _DIM), _HEADS, 64)
-    function.launch((min(_num_processors(device), num_rows),), _THREADS, (query, params))
+    parts = pages.parts(window_slots.shape[1], kv_columns)
+    if not invariant and scratch is not None and works_on_parts(num_rows, parts):
+        params.parts = parts
+        params.part_out = scratch.data_ptr()
+        params.part_lse = scratch.data_ptr() + num_rows * parts * _HEADS * _DIM * 4
+        _launch(Form.PARTS, query, params, pages, q.device.index)
+        blocks = num_rows * _HEADS // _MERGED_HEADS
+        helper_function(q.device.index, pages, "merge_parts").launch((blocks,), _HELPER_THREADS, (params,))
+        return o, lse
+    room = None
+    if scratch is not None:
+        room = divide_scratch(scratch.shape[0], window_cache.num_slots, 0 if kv_cache is None else kv_cache.num_slots)
+    form = choose_form(num_rows, pages.tiles(window_slots.shape[1], kv_columns), room)
+    if form is Form.GATHERED and scratch is not None and room is not None:
+        _gather(params, pages, room, scratch)
+        _launch(form, query, params, pages, q.device.index)
+        form = Form.DIRECT  # of the two that know about gathered records, one finds that it is not needed
+    _launch(form, query, params, pages, q.device.index)
     return o, lse
+
+
+def _launch(form: Form, query: Any, params: _Params, pages: Pages, device: int) -> None:
+    if form in (Form.FEW, Form.PARTS):
+        blocks = params.rows * (BLOCKS_OF_ROW if form is Form.FEW else params.parts)
+    else:
+        blocks = min(_num_processors(device), params.rows)
+    attention_function(device, pages, form).launch((blocks,), block_threads(form), (query, params))
+
+
+def _gather(params: _Params, pages: Pages, room: Room, scratch: Tensor) -> None:
+    """Decode the records that the slots name into scratch, and note in `params` where they are."""
+    device, base = scratch.device.index, scratch.data_ptr()
+    scratch[: room.cleared_bytes].zero_()
+    params.num_gathered = base
+    params.gathered_bits = base + 16
+    params.gathered_places = base + room.cleared_bytes
+    params.gathered = base + room.records_start
+    params.window_words, params.capacity = room.window_words, room.records
+    counts, bits, places, records = (
+        ctypes.c_void_p(at) for at in (base, params.gathered_bits, params.gathered_places, params.gathered)
+    )
+    blocks = _num_processors(device) * _GATHERING_BLOCKS
+    helper_function(device, pages, "mark_slots").launch(
+        (min(blocks, params.rows),), _HELPER_THREADS, (params, bits, counts)
+    )
+    helper_function(device, pages, "decode_records").launch(
+        (blocks,), _HELPER_THREADS, (params, bits, places, counts, records, ctypes.c_int(room.words))
+    )
 
 
 def _rows(slots: Tensor) -> Tensor:
@@ -123,27 +185,43 @@ def _rows(slots: Tensor) -> Tensor:
 
 
 def _suits(dims: Dims) -> bool:
-    kinds: tuple[Any, Any] = (dims.get("window_kind"), dims.get("kv_kind"))
     return (
         dims.get("heads") == _HEADS
         and dims.get("dim") == _DIM
-        and kinds[0] == "fp8"
-        and kinds[1]
-        in (
-            "fp4",
-            "fp8",
-            "none",
-        )
+        and dims.get("window_kind") == "fp8"
+        and dims.get("kv_kind") in ("fp4", "fp8", "none")
     )
+
+
+_SOURCES: Final = (
+    "attention_forms.py",
+    "cuda/hopper.cuh",
+    "cuda/attention.cuh",
+    "cuda/sparse_attn.cu",
+    "cuda/sparse_attn_few.cu",
+    "cuda/gather_records.cu",
+    "cuda/merge_parts.cu",
+    "wgmma.py",
+    "../nvidia/nvrtc.py",
+    "../nvidia/attention.py",
+)
+
+
+@BACKEND.implements_plan(attention_ops.sparse_attn, when=_suits, priority=10, sources=_SOURCES, interpreted=False)
+def sparse_attn_wgmma(dims: Dims, ctx: BindContext) -> Plan:
+    """WGMMA and TMA through NVRTC, with scratch for records that many rows share."""
+    return KernelPlan(run, scratch_bytes=scratch_bytes(ctx.max_tokens))
 
 
 @BACKEND.implements_plan(
     attention_ops.sparse_attn,
     when=_suits,
-    priority=10,
-    sources=("cuda/hopper.cuh", "cuda/sparse_attn.cu", "wgmma.py", "../nvidia/nvrtc.py", "../nvidia/attention.py"),
+    priority=11,
+    batch_invariant=False,
+    sources=_SOURCES,
     interpreted=False,
 )
-def sparse_attn_wgmma(dims: Dims, ctx: BindContext) -> Plan:
-    """WGMMA and TMA through NVRTC."""
-    return KernelPlan(run)
+def sparse_attn_parts(dims: Dims, ctx: BindContext) -> Plan:
+    """As `sparse_attn_wgmma`, but few rows are worked on in parts, which are merged."""
+    num_bytes = max(scratch_bytes(ctx.max_tokens), parts_scratch_bytes())
+    return KernelPlan(partial(run, invariant=False), scratch_bytes=num_bytes)

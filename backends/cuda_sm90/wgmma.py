@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 
-def wgmma(name: str, width: int, *, transposed: bool = False, registers: bool = False) -> str:
-    """CUDA C++ of `name(d, a, b, accumulate)`: 64 rows by `width` columns, 16 deep, bfloat16 to float32.
+def wgmma(name: str, width: int, *, transposed: bool = False, registers: bool = False, eight_bits: bool = False) -> str:
+    """CUDA C++ of `name(d, a, b, accumulate)`: 64 rows by `width` columns, 32 bytes deep, to float32.
 
     The second operand is a descriptor of shared memory, and so is the first unless it is in registers.
 
@@ -13,6 +13,7 @@ def wgmma(name: str, width: int, *, transposed: bool = False, registers: bool = 
         width: columns, a multiple of 8 up to 256.
         transposed: the second operand's columns run along K.
         registers: the first operand is four registers of a thread, `const u32* a`.
+        eight_bits: e4m3 operands, which cannot be transposed, instead of bfloat16.
 
     Source: PTX ISA, wgmma.mma_async.
     """
@@ -24,12 +25,13 @@ def wgmma(name: str, width: int, *, transposed: bool = False, registers: bool = 
     a = "{" + ", ".join(first) + "}" if registers else first[0]
     given = ", ".join(f'"r"(a[{i}])' for i in range(size)) if registers else '"l"(a)'
     b, again = f"%{count + size}", f"%{count + size + 1}"
-    flags = f"1, 1, {int(transposed)}" if registers else f"1, 1, 0, {int(transposed)}"
+    orders = "" if eight_bits else f", {int(transposed)}" if registers else f", 0, {int(transposed)}"
+    form = f"m64n{width}k32.f32.e4m3.e4m3" if eight_bits else f"m64n{width}k16.f32.bf16.bf16"
     kind = "const u32*" if registers else "u64"
     return (
         f"__device__ __forceinline__ void {name}(float (&d)[{count}], {kind} a, u64 b, u32 accumulate) {{\n"
         f'  asm volatile("{{\\n.reg .pred p;\\nsetp.ne.b32 p, {again}, 0;\\n"\n'
-        f'      "wgmma.mma_async.sync.aligned.m64n{width}k16.f32.bf16.bf16 {{{places}}}, "\n'
-        f'      "{a}, {b}, p, {flags};\\n}}"\n'
+        f'      "wgmma.mma_async.sync.aligned.{form} {{{places}}}, "\n'
+        f'      "{a}, {b}, p, 1, 1{orders};\\n}}"\n'
         f'      : {results} : {given}, "l"(b), "r"(accumulate));\n}}\n'
     )

@@ -98,13 +98,13 @@ def encode(x: tl.tensor, FMT: tl.constexpr) -> tl.tensor:
     Returns:
         codes [groups, group] int32 (e4m3 bytes or e2m1 nibbles) and scales [groups] uint8.
     """
-    amax = tl.max(tl.where(x == x, tl.abs(x), float("inf")), 1)
+    # magnitudes sort as their bits do, NaN above infinity
+    amax = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1).to(tl.float32, bitcast=True)
     byte = scale_code(amax, FMT)
     if FMT == MXFP8:
-        # the reciprocal of a power of two is exact, so the product is the quotient, correctly rounded
+        # the reciprocal of a power of two is exact, so the product is the quotient, correctly rounded, and at most 448
         inverse = ue8m0_value(254 - byte.to(tl.int32))[:, None]
-        ratio = tl.minimum(tl.maximum(x * inverse, -448.0), 448.0)
-        return e4m3_code(ratio).to(tl.int32), byte
+        return e4m3_code(x * inverse).to(tl.int32), byte
     return e2m1_code(x, scale_value(byte, FMT)[:, None]), byte
 
 
@@ -146,6 +146,52 @@ def store_codes(
         half: tl.constexpr = group // 2
         place = rows[:, None] * half + tl.arange(0, half)[None, :]
         tl.store(data + place, pack_pairs(codes, GROUPS, group), mask=place < WIDTH // 2)
+
+
+@device_function
+def store_tile(
+    data: tl.tensor,
+    scale: tl.tensor,
+    value: tl.tensor,
+    row: tl.tensor,
+    rows: tl.tensor,
+    stretch: tl.tensor,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+    FMT: tl.constexpr,
+) -> None:
+    """Encode and write a stretch of several packed rows.
+
+    Args:
+        data: codes of all rows.
+        scale: their scales.
+        value: [ROWS, BLOCK] float32, 0 outside the rows.
+        row: [ROWS], which rows.
+        rows: how many there are.
+        stretch: which BLOCK values of a row.
+        WIDTH: values in a row.
+        ROWS: of the tile.
+        BLOCK: values of a row in the tile, whole groups.
+        GROUP_SIZE: of the format.
+        FMT: the format.
+    """
+    groups: tl.constexpr = BLOCK // GROUP_SIZE
+    scales: tl.constexpr = (WIDTH + GROUP_SIZE - 1) // GROUP_SIZE
+    live = (row < rows)[:, None]
+    at = row.to(tl.int64)[:, None]
+    codes, factors = encode(tl.reshape(value, (ROWS * groups, GROUP_SIZE)), FMT)
+    number = stretch * groups + tl.arange(0, groups)[None, :]
+    tl.store(scale + at * scales + number, tl.reshape(factors, (ROWS, groups)), mask=live & (number < scales))
+    if FMT == MXFP8:
+        place = stretch * BLOCK + tl.arange(0, BLOCK)[None, :]
+        tl.store(data + at * WIDTH + place, tl.reshape(codes, (ROWS, BLOCK)).to(tl.uint8), mask=live & (place < WIDTH))
+    else:
+        half: tl.constexpr = BLOCK // 2
+        pairs = stretch * half + tl.arange(0, half)[None, :]
+        packed = tl.reshape(pack_pairs(codes, ROWS * groups, GROUP_SIZE), (ROWS, half))
+        tl.store(data + at * (WIDTH // 2) + pairs, packed, mask=live & (pairs < WIDTH // 2))
 
 
 @device_function

@@ -22,6 +22,7 @@ def _decode_rows(
     scale_pitch: tl.int64,
     GROUPS: tl.constexpr,
     VEC: tl.constexpr,
+    EVENS_FIRST: tl.constexpr,
 ) -> None:
     """Grid (rows, groups of 32 columns by GROUPS). Whole groups, so that loads under a mask stay wide."""
     row = tl.program_id(0).to(tl.int64)
@@ -31,15 +32,53 @@ def _decode_rows(
     factor = ue8m0_value(tl.load(scale + row * scale_pitch + group, mask=group * 32 < depth, other=127))
     code = tl.load(data + row * (data_pitch // VEC) * VEC + column, mask=column < depth, other=0)
     value = (e4m3_value(code) * factor[:, None]).to(tl.bfloat16)
+    if EVENS_FIRST:
+        value = tl.reshape(tl.permute(tl.reshape(value, (GROUPS, 2, 8, 2)), (0, 1, 3, 2)), (GROUPS, 32))
     tl.store(out + row * (out_pitch // VEC) * VEC + column, value, mask=column < depth)
 
 
-def decode_rows(x: QTensor, out: Tensor) -> Tensor:
+@kernel
+def _spread_scales(
+    out: tl.tensor,
+    scale: tl.tensor,
+    num_rows: tl.int32,
+    groups: tl.int32,
+    out_rows: tl.int64,
+    scale_pitch: tl.int64,
+    ROWS: tl.constexpr,
+) -> None:
+    """Grid (rows by ROWS, groups by 4)."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    group = tl.program_id(1) * 4 + tl.arange(0, 4)
+    ok = (row < num_rows)[:, None] & (group < groups)[None, :]
+    value = ue8m0_value(tl.load(scale + row[:, None] * scale_pitch + group[None, :], mask=ok, other=127))
+    place = (tl.program_id(1) * out_rows + row)[:, None] * 4 + tl.arange(0, 4)[None, :]
+    tl.store(out + place, value, mask=ok)
+
+
+def spread_scales(scale: Tensor, out: Tensor) -> Tensor:
+    """ue8m0 scales as powers of two, four groups of a row side by side.
+
+    Args:
+        scale: [R, G] uint8, neighbours side by side, G a multiple of 4.
+        out: [G / 4, at least R, 4] float32, packed; what is behind R rows is left as it is.
+
+    Returns:
+        `out`.
+    """
+    num_rows, groups = scale.shape
+    grid = triton.cdiv(num_rows, 128), groups // 4
+    _spread_scales(grid, out, scale, num_rows, groups, out.shape[1], scale.stride(0), ROWS=128)
+    return out
+
+
+def decode_rows(x: QTensor, out: Tensor, *, evens_first: bool = False) -> Tensor:
     """Decode mxfp8 rows.
 
     Args:
         x: [R, K] mxfp8 with neighbouring codes side by side, K a multiple of 32.
         out: [R, K] bfloat16.
+        evens_first: write every 16 columns as 0, 2, .., 14, 1, 3, .., 15.
 
     Returns:
         `out`.
@@ -57,5 +96,6 @@ def decode_rows(x: QTensor, out: Tensor) -> Tensor:
         x.scale.stride(0),
         GROUPS=64,
         VEC=vec,
+        EVENS_FIRST=evens_first,
     )
     return out

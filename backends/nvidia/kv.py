@@ -8,14 +8,22 @@ from torch import Tensor
 
 from deepinfer.backends.nvidia.launch import kernel
 from deepinfer.backends.nvidia.moves import move_rows
-from deepinfer.backends.nvidia.norm import normed_row
-from deepinfer.backends.nvidia.records import cache_arguments, cache_constants, load_record, record_block, store_record
+from deepinfer.backends.nvidia.norm import normed_rows
+from deepinfer.backends.nvidia.records import (
+    cache_arguments,
+    cache_constants,
+    load_record,
+    record_block,
+    store_records,
+)
 from deepinfer.backends.nvidia.registry import KERNELS
 from deepinfer.backends.nvidia.rope import rotate
-from deepinfer.backends.nvidia.tensors import new_like, packed, pitch, rows_of, warps_for
+from deepinfer.backends.nvidia.tensors import new_like, packed, pitch, rows_of, vector_width, warps_for
 from deepinfer.ops import kv as kv_ops
 from deepinfer.ops.formats import PagedCache
 
+_TILE = 512
+"""Values that one program stores, in whole rows: more made it slower on an H200."""
 _STORE_SOURCES = ("records.py", "rope.py", "norm.py")
 
 
@@ -28,6 +36,7 @@ def _store(
     table: tl.tensor,
     cache: tl.tensor,
     slots: tl.tensor,
+    rows: tl.int32,
     x_pitch: tl.int64,
     table_pitch: tl.int64,
     page_bytes: tl.int64,
@@ -38,22 +47,26 @@ def _store(
     KIND: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    X_VEC: tl.constexpr,
+    PAGE_VEC: tl.constexpr,
 ) -> None:
-    row = tl.program_id(0).to(tl.int64)
-    place = tl.arange(0, BLOCK)
-    mask = place < DIM
-    value = tl.load(x + row * x_pitch + place, mask=mask, other=0.0).to(tl.float32)
-    y = normed_row(value, weight, eps, mask, place, DIM).to(x.dtype.element_ty)
+    """Grid (tiles of ROWS rows,)."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    live = row < rows
+    place = tl.arange(0, BLOCK)[None, :]
+    mask = live[:, None] & (place < DIM)
+    slot = tl.load(slots + row, mask=live, other=-1)
+    position = (tl.load(positions + row, mask=live, other=0) // ratio * ratio).to(tl.int64)
+    at = row.to(tl.int64)[:, None]
+    value = tl.load(x + at * (x_pitch // X_VEC) * X_VEC + place, mask=mask, other=0.0).to(tl.float32)
+    y = normed_rows(value, weight, eps, mask, place, DIM).to(x.dtype.element_ty)
     if normed is not None:
-        tl.store(normed + row * DIM + place, y, mask=mask)
-    slot = tl.load(slots + row)
-    if slot >= 0:
-        position = (tl.load(positions + row) // ratio * ratio).to(tl.int64)
-        wide = tl.reshape(y.to(tl.float32), (1, BLOCK))
-        turned = rotate(wide, table + position * table_pitch, False, 1, BLOCK, DIM, WIDTH)
-        # rounded to the activations' type before it is quantised
-        record = tl.reshape(turned, (BLOCK,)).to(x.dtype.element_ty).to(tl.float32)
-        store_record(cache, slot, page_bytes, record, RECORDS, KIND, DIM, BLOCK)
+        tl.store(normed + at * DIM + place, y, mask=mask)
+    turned = rotate(y.to(tl.float32), table + position[:, None] * table_pitch, False, ROWS, BLOCK, DIM, WIDTH)
+    # rounded to the activations' type before it is quantised
+    record = turned.to(x.dtype.element_ty).to(tl.float32)
+    store_records(cache, slot, page_bytes, record, RECORDS, KIND, DIM, ROWS, BLOCK, PAGE_VEC)
 
 
 @kernel
@@ -88,8 +101,10 @@ def _launch_store(
 ) -> None:
     flat, table = rows_of(x), packed(cos_sin)
     data, page_bytes = cache_arguments(cache)
+    rows, block = flat.shape[0], record_block(cache)
+    tile = max(1, _TILE // block)
     _store(
-        (flat.shape[0],),
+        (-(-rows // tile),),
         normed,
         flat,
         packed(weight),
@@ -97,6 +112,7 @@ def _launch_store(
         table,
         data,
         packed(slots),
+        rows,
         pitch(flat),
         table.shape[1],
         page_bytes,
@@ -104,7 +120,10 @@ def _launch_store(
         eps,
         WIDTH=table.shape[1],
         **cache_constants(cache),
-        num_warps=warps_for(record_block(cache), 32),
+        ROWS=tile,
+        X_VEC=vector_width(pitch(flat)),
+        PAGE_VEC=vector_width(page_bytes),
+        num_warps=warps_for(tile * block, 16),
     )
 
 

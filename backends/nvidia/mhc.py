@@ -11,7 +11,6 @@ import triton.language as tl
 from torch import Tensor
 
 from deepinfer.backends.nvidia.launch import device_function, kernel
-from deepinfer.backends.nvidia.norm import normed_row
 from deepinfer.backends.nvidia.registry import KERNELS
 from deepinfer.backends.nvidia.tensors import new_like, next_pow2, packed, warps_for
 from deepinfer.ops import heads as heads_ops
@@ -20,11 +19,31 @@ from deepinfer.ops.backend import BindContext, Dims
 
 _TILE_ROWS = 64
 _TILE_TERMS = 128
-_MAX_PARTS = 16
-_PART_TERMS = 1024
+_LANE_TERMS = 8
+"""Squares that are added before any others: those of a 16-byte load."""
+_FEW_ROWS = 512
+"""Up to so many rows every tile splits the matrix itself, to the same bits, which costs less than another launch."""
+_SPLIT_BLOCK = 1024
+"""Matrix elements that one program splits."""
+_MAX_PARTS = 32
+_PART_TERMS = 512
 """Terms of a part at least, where there are so many."""
+_STRETCH = 1024
+"""Values of a stream that the fused step holds at a time."""
 _SMALL_ROWS = 8
 """Rows that one program of the Sinkhorn kernel takes."""
+
+
+@kernel
+def _three_terms(split: tl.tensor, fn: tl.tensor, COUNT: tl.constexpr, BLOCK: tl.constexpr) -> None:
+    """float32 as a sum of three bfloat16 [3, COUNT], the largest first; products of those are exact in float32."""
+    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = place < COUNT
+    rest = tl.load(fn + place, mask=mask, other=0.0)
+    for i in tl.static_range(3):
+        part = rest.to(tl.bfloat16)
+        tl.store(split + i * COUNT + place, part, mask=mask)
+        rest = rest - part.to(tl.float32)
 
 
 @kernel
@@ -40,36 +59,41 @@ def _mix_parts(
     COLUMN_BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
     STEP: tl.constexpr,
+    LANE: tl.constexpr,
+    SPLIT: tl.constexpr,
 ) -> None:
-    """Products and squares of one part of the terms: [rows, PARTS, COLUMN_BLOCK], squares in column COLUMNS."""
+    """Products and squares of one part of the terms: [rows, PARTS, COLUMN_BLOCK], squares in column COLUMNS.
+
+    With SPLIT `fn` is in its three terms, so that tiles of both operands go straight to the tensor cores.
+    """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     part = tl.program_id(1)
     column = tl.arange(0, COLUMN_BLOCK)
     product = tl.zeros((ROWS, COLUMN_BLOCK), tl.float32)
-    squares = tl.zeros((ROWS,), tl.float32)
+    squares = tl.zeros((ROWS, STEP // LANE), tl.float32)
     start = h + row.to(tl.int64)[:, None] * TERMS
     for first in range(part * PART, part * PART + PART, STEP):
         term = first + tl.arange(0, STEP)
         s = tl.load(start + term[None, :], mask=(row < rows)[:, None] & (term < TERMS)[None, :], other=0.0)
-        weight = tl.load(
-            fn + column[None, :] * TERMS + term[:, None],
-            mask=(column < COLUMNS)[None, :] & (term < TERMS)[:, None],
-            other=0.0,
-        ).to(tl.float32)
-        if h.dtype.element_ty == tl.bfloat16:
-            # float32 is the sum of three bfloat16, and products of those are exact in float32
-            high = weight.to(tl.bfloat16)
-            rest = weight - high.to(tl.float32)
+        live = (column < COLUMNS)[None, :] & (term < TERMS)[:, None]
+        weight = fn + column[None, :] * TERMS + term[:, None]
+        if SPLIT:
+            product = tl.dot(s, tl.load(weight + 2 * COLUMNS * TERMS, mask=live, other=0.0), product)
+            product = tl.dot(s, tl.load(weight + COLUMNS * TERMS, mask=live, other=0.0), product)
+            product = tl.dot(s, tl.load(weight, mask=live, other=0.0), product)
+        elif h.dtype.element_ty == tl.bfloat16:
+            whole = tl.load(weight, mask=live, other=0.0)
+            high = whole.to(tl.bfloat16)
+            rest = whole - high.to(tl.float32)
             middle = rest.to(tl.bfloat16)
-            low = (rest - middle.to(tl.float32)).to(tl.bfloat16)
-            product = tl.dot(s, low, product)
+            product = tl.dot(s, (rest - middle.to(tl.float32)).to(tl.bfloat16), product)
             product = tl.dot(s, middle, product)
             product = tl.dot(s, high, product)
         else:
-            product = tl.dot(s, weight, product, input_precision="tf32x3")
+            product = tl.dot(s, tl.load(weight, mask=live, other=0.0), product, input_precision="tf32x3")
         wide = s.to(tl.float32)
-        squares += tl.sum(wide * wide, 1)
-    value = tl.where(column[None, :] == COLUMNS, squares[:, None], product)
+        squares += tl.sum(tl.reshape(wide * wide, (ROWS, STEP // LANE, LANE)), 2)
+    value = tl.where(column[None, :] == COLUMNS, tl.sum(squares, 1)[:, None], product)
     at = parts + (row.to(tl.int64)[:, None] * PARTS + part) * COLUMN_BLOCK + column[None, :]
     tl.store(at, value, mask=(row < rows)[:, None] & (column <= COLUMNS)[None, :])
 
@@ -88,7 +112,7 @@ def _mix_sum(
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, COLUMN_BLOCK)
     total = tl.zeros((COLUMN_BLOCK,), tl.float32)
-    for part in range(PARTS):
+    for part in tl.static_range(PARTS):  # loads of all parts are under way before the first is added
         at = parts + (row * PARTS + part) * COLUMN_BLOCK + column
         total += tl.load(at, mask=column <= COLUMNS, other=0.0)
     mean = tl.div_rn(tl.sum(tl.where(column == COLUMNS, total, 0.0), 0), TERMS * 1.0)
@@ -151,22 +175,23 @@ def _sinkhorn(
 
 
 @device_function
-def _written(
-    y: tl.tensor,
-    h: tl.tensor,
-    post: tl.tensor,
-    comb: tl.tensor,
-    j: tl.tensor,
-    place: tl.tensor,
-    mask: tl.tensor,
-    STREAMS: tl.constexpr,
-    HIDDEN: tl.constexpr,
-) -> tl.tensor:
-    """Stream j of a row after a sublayer's output was written back, float32."""
-    kept = tl.zeros(place.shape, tl.float32)
+def _streams(h: tl.tensor, place: tl.tensor, mask: tl.tensor, STREAMS: tl.constexpr, HIDDEN: tl.constexpr) -> tl.tuple:
+    """A stretch of every stream of a row, float32: each is loaded once, however many results it goes into."""
+    streams = ()
     for i in tl.static_range(STREAMS):
         stream = tl.load(h + i * HIDDEN + place, mask=mask, other=0.0).to(tl.float32)
-        kept += tl.load(comb + i * STREAMS + j) * stream
+        streams = streams + (stream,)  # type: ignore[assignment]  # noqa: RUF005 - Triton knows no unpacking
+    return streams
+
+
+@device_function
+def _written(
+    y: tl.tensor, streams: tl.tuple, post: tl.tensor, comb: tl.tensor, j: tl.constexpr, STREAMS: tl.constexpr
+) -> tl.tensor:
+    """Stream j of a row after a sublayer's output was written back, float32."""
+    kept = tl.zeros(y.shape, tl.float32)
+    for i in tl.static_range(STREAMS):
+        kept += tl.load(comb + i * STREAMS + j) * streams[i]
     return tl.load(post + j) * y + kept
 
 
@@ -185,9 +210,9 @@ def _post(
     place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = place < HIDDEN
     value = tl.load(y + row * HIDDEN + place, mask=mask, other=0.0).to(tl.float32)
-    h += row * STREAMS * HIDDEN
+    streams = _streams(h + row * STREAMS * HIDDEN, place, mask, STREAMS, HIDDEN)
     for j in tl.static_range(STREAMS):
-        new = _written(value, h, post + row * STREAMS, comb + row * STREAMS * STREAMS, j, place, mask, STREAMS, HIDDEN)
+        new = _written(value, streams, post + row * STREAMS, comb + row * STREAMS * STREAMS, j, STREAMS)
         tl.store(out + (row * STREAMS + j) * HIDDEN + place, new.to(out.dtype.element_ty), mask=mask)
 
 
@@ -250,21 +275,43 @@ def _write_and_read(
     HIDDEN: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """New streams of a row, and the normed input of the next sublayer while they are in registers."""
+    """New streams of a row in stretches of BLOCK, then the normed input of the next sublayer.
+
+    A stretch is small, so that a multiprocessor has loads of many rows under way. The input stands in `normed` until
+    its mean square is known.
+    """
     row = tl.program_id(0).to(tl.int64)
-    place = tl.arange(0, BLOCK)
-    mask = place < HIDDEN
-    value = tl.load(y + row * HIDDEN + place, mask=mask, other=0.0).to(tl.float32)
+    y += row * HIDDEN
     h += row * STREAMS * HIDDEN
-    total = tl.zeros((BLOCK,), tl.float32)
-    for j in tl.static_range(STREAMS):
-        new = _written(value, h, post + row * STREAMS, comb + row * STREAMS * STREAMS, j, place, mask, STREAMS, HIDDEN)
-        stored = new.to(out.dtype.element_ty)
-        tl.store(out + (row * STREAMS + j) * HIDDEN + place, stored, mask=mask)
-        total += tl.load(read + row * STREAMS + j) * stored.to(tl.float32)
-    x = total.to(out.dtype.element_ty).to(tl.float32)
-    x = normed_row(tl.where(mask, x, 0.0), weight, eps, mask, place, HIDDEN)
-    tl.store(normed + row * HIDDEN + place, x.to(normed.dtype.element_ty), mask=mask)
+    out += row * STREAMS * HIDDEN
+    normed += row * HIDDEN
+    post += row * STREAMS
+    comb += row * STREAMS * STREAMS
+    read += row * STREAMS
+    squares = tl.zeros((BLOCK,), tl.float32)
+    for first in tl.static_range(0, HIDDEN, BLOCK):
+        place = first + tl.arange(0, BLOCK)
+        mask = place < HIDDEN
+        value = tl.load(y + place, mask=mask, other=0.0).to(tl.float32)
+        total = tl.zeros((BLOCK,), tl.float32)
+        streams = _streams(h, place, mask, STREAMS, HIDDEN)
+        for j in tl.static_range(STREAMS):
+            new = _written(value, streams, post, comb, j, STREAMS)
+            stored = new.to(out.dtype.element_ty)
+            tl.store(out + j * HIDDEN + place, stored, mask=mask)
+            total += tl.load(read + j) * stored.to(tl.float32)
+        x = total.to(normed.dtype.element_ty)
+        tl.store(normed + place, x, mask=mask)
+        squares += tl.where(mask, x.to(tl.float32) * x.to(tl.float32), 0.0)
+    mean = tl.div_rn(tl.sum(squares, 0), HIDDEN * 1.0)
+    inverse = tl.div_rn(1.0, tl.sqrt_rn(mean + eps))
+    tl.debug_barrier()  # what is read may have been written by another thread
+    for first in tl.static_range(0, HIDDEN, BLOCK):
+        place = first + tl.arange(0, BLOCK)
+        mask = place < HIDDEN
+        x = tl.load(normed + place, mask=mask, other=0.0).to(tl.float32) * inverse
+        x = x * tl.load(weight + place, mask=mask, other=0.0).to(tl.float32)
+        tl.store(normed + place, x.to(normed.dtype.element_ty), mask=mask)
 
 
 def _parts(terms: int) -> tuple[int, int]:
@@ -274,11 +321,16 @@ def _parts(terms: int) -> tuple[int, int]:
     return parts, steps * _TILE_TERMS
 
 
+def _split_bytes(count: int) -> int:
+    """Of a matrix of so many elements in three terms, up to a multiple of 16."""
+    return -(-count * 3 * 2 // 16) * 16
+
+
 def _scratch_bytes(dims: Dims, ctx: BindContext) -> int:
     streams, terms = int(dims["streams"]), int(dims["streams"]) * int(dims["hidden"])
     columns = streams * (streams + 2)
-    floats = _parts(terms)[0] * next_pow2(columns + 1) + columns
-    return 4 * floats * ctx.max_tokens
+    floats = _parts(terms)[0] * max(next_pow2(columns + 1), 16) + columns
+    return 4 * floats * ctx.max_tokens + _split_bytes(columns * terms)
 
 
 def _mix(h: Tensor, fn: Tensor, eps: float, mix: Tensor | None, scratch: Tensor | None) -> Tensor:
@@ -286,18 +338,25 @@ def _mix(h: Tensor, fn: Tensor, eps: float, mix: Tensor | None, scratch: Tensor 
     rows, terms, columns = h.shape[0], h.shape[1] * h.shape[2], fn.shape[0]
     parts, part = _parts(terms)
     width = max(next_pow2(columns + 1), 16)
-    need = rows * (parts * width + columns)
-    room = scratch.view(torch.float32) if scratch is not None and scratch.shape[0] >= 4 * need else None
-    if room is None:
-        room = torch.empty(need, dtype=torch.float32, device=h.device)
+    many = h.dtype == torch.bfloat16 and rows > _FEW_ROWS
+    split = _split_bytes(columns * terms) if many else 0
+    need = split + 4 * rows * (parts * width + columns)
+    if scratch is None or scratch.shape[0] < need:
+        scratch = torch.empty(need, dtype=torch.uint8, device=h.device)
+    room = scratch[split:need].view(torch.float32)
     if mix is None:
-        mix = room[rows * parts * width : need].view(rows, columns)
+        mix = room[rows * parts * width :].view(rows, columns)
+    matrix = packed(fn.float())
+    if many:
+        matrix, whole = scratch[:split].view(torch.bfloat16), matrix  # three terms of each element, one after another
+        count = columns * terms
+        _three_terms((-(-count // _SPLIT_BLOCK),), matrix, whole, COUNT=count, BLOCK=_SPLIT_BLOCK)
     common = {"TERMS": terms, "PARTS": parts, "COLUMNS": columns, "COLUMN_BLOCK": width}
     _mix_parts(
         (-(-rows // _TILE_ROWS), parts),
         room,
         h,
-        packed(fn),
+        matrix,
         rows,
         TERMS=terms,
         PART=part,
@@ -306,6 +365,8 @@ def _mix(h: Tensor, fn: Tensor, eps: float, mix: Tensor | None, scratch: Tensor 
         COLUMN_BLOCK=width,
         ROWS=_TILE_ROWS,
         STEP=_TILE_TERMS,
+        LANE=_LANE_TERMS,
+        SPLIT=many,
         num_stages=3,
     )
     _mix_sum((rows,), mix, room, eps, **common, num_warps=1)
@@ -458,7 +519,7 @@ def mhc_step(
     given = out if out is not None else (None,) * 5
     new = new_like(given[0], (rows, streams, hidden), h.dtype, h.device)
     normed = new_like(given[1], (rows, hidden), h.dtype, h.device)
-    block = next_pow2(hidden)
+    block = min(next_pow2(hidden), _STRETCH)
     _write_and_read(
         (rows,),
         new,

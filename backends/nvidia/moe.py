@@ -6,7 +6,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from deepinfer.backends.nvidia.codes import encode, store_codes
+from deepinfer.backends.nvidia.codes import store_tile
 from deepinfer.backends.nvidia.launch import kernel
 from deepinfer.backends.nvidia.registry import KERNELS
 from deepinfer.backends.nvidia.tensors import (
@@ -24,6 +24,10 @@ from deepinfer.ops import moe as moe_ops
 from deepinfer.ops.formats import GROUP, QTensor, QuantFormat
 from deepinfer.ops.moe import DispatchHandle
 
+_SWIGLU_BLOCK = 256
+"""Values of a row that one program of the activation takes: a divisor of the model's widths."""
+_SWIGLU_TILE = 1024
+"""Values that it takes in all."""
 _SCAN = 1024
 """Choices that a program looks at in one step."""
 
@@ -137,42 +141,35 @@ def _swiglu(
     gate: tl.tensor,
     up: tl.tensor,
     row_weight: tl.tensor,
+    rows: tl.int32,
     gate_pitch: tl.int64,
     up_pitch: tl.int64,
     limit: tl.float32,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
     GROUP_SIZE: tl.constexpr,
     FMT: tl.constexpr,
     VEC: tl.constexpr,
 ) -> None:
-    row = tl.program_id(0).to(tl.int64)
-    first = tl.program_id(1) * BLOCK
-    place = first + tl.arange(0, BLOCK)
-    mask = place < WIDTH
-    g = tl.load(gate + row * (gate_pitch // VEC) * VEC + place, mask=mask, other=0.0).to(tl.float32)
-    u = tl.load(up + row * (up_pitch // VEC) * VEC + place, mask=mask, other=0.0).to(tl.float32)
-    g = tl.where(g > limit, limit, g)
-    u = tl.where(u > limit, limit, tl.where(u < -limit, -limit, u))
+    """Grid (tiles of ROWS rows, stretches of BLOCK values): no stretch of the model's widths is partly empty."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    live = (row < rows)[:, None]
+    at = row.to(tl.int64)[:, None]
+    place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
+    mask = live & (place < WIDTH)
+    g = tl.load(gate + at * (gate_pitch // VEC) * VEC + place, mask=mask, other=0.0).to(tl.float32)
+    u = tl.load(up + at * (up_pitch // VEC) * VEC + place, mask=mask, other=0.0).to(tl.float32)
+    g = tl.minimum(g, limit, propagate_nan=tl.PropagateNan.ALL)
+    u = tl.clamp(u, -limit, limit, propagate_nan=tl.PropagateNan.ALL)
     y = g * (1.0 / (1.0 + tl.exp(-g))) * u
     if row_weight is not None:
-        y = y * tl.load(row_weight + row)
+        y = y * tl.load(row_weight + row, mask=row < rows, other=0.0)[:, None]
     if FMT == 0:
-        tl.store(out + row * WIDTH + place, y.to(out.dtype.element_ty), mask=mask)
+        tl.store(out + at * WIDTH + place, y.to(out.dtype.element_ty), mask=mask)
     else:
-        groups: tl.constexpr = BLOCK // GROUP_SIZE
-        packing: tl.constexpr = 1 if FMT == 1 else 2
-        scales: tl.constexpr = (WIDTH + GROUP_SIZE - 1) // GROUP_SIZE
-        codes, factors = encode(tl.reshape(tl.where(mask, y, 0.0), (groups, GROUP_SIZE)), FMT)
-        store_codes(
-            out + row * (WIDTH // packing) + first // packing,
-            scale + row * scales + first // GROUP_SIZE,
-            codes,
-            factors,
-            WIDTH - first,
-            groups,
-            FMT,
-        )
+        value = tl.where(mask, y, 0.0)
+        store_tile(out, scale, value, row, rows, tl.program_id(1), WIDTH, ROWS, BLOCK, GROUP_SIZE, FMT)
 
 
 @kernel
@@ -308,23 +305,26 @@ def swiglu_quant(
     else:
         result = new_codes(out if isinstance(out, QTensor) else None, (rows, width), fmt, gate.device)
     gates, ups = rows_of(gate), rows_of(up)
-    block = min(max(next_pow2(width), group), 1024)
+    block = min(max(next_pow2(width), group), _SWIGLU_BLOCK)
+    tile = _SWIGLU_TILE // block
     _swiglu(
-        (rows, -(-width // block)),
+        (-(-rows // tile), -(-width // block)),
         result.data if isinstance(result, QTensor) else result,
         result.scale if isinstance(result, QTensor) else None,
         gates,
         ups,
         None if row_weight is None else packed(row_weight),
+        rows,
         pitch(gates),
         pitch(ups),
         limit,
         WIDTH=width,
         BLOCK=block,
+        ROWS=tile,
         GROUP_SIZE=group,
         FMT=FORMAT[fmt or "plain"],
         VEC=vector_width(pitch(gates), pitch(ups)),
-        num_warps=warps_for(block, 32),
+        num_warps=warps_for(tile * block, 32),
     )
     return result
 

@@ -1,4 +1,4 @@
-"""Quantise and dequantise: a program per row and stretch of groups."""
+"""Quantise and dequantise: a program per stretch of groups, of several rows where codes are made."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from deepinfer.backends.nvidia.codes import encode, load_values, store_codes
+from deepinfer.backends.nvidia.codes import load_values, store_tile
 from deepinfer.backends.nvidia.launch import kernel
 from deepinfer.backends.nvidia.registry import KERNELS
 from deepinfer.backends.nvidia.tensors import (
@@ -23,7 +23,11 @@ from deepinfer.ops import quant as quant_ops
 from deepinfer.ops.formats import GROUP, QTensor, QuantFormat
 
 _STRETCH = 1024
-"""Values of a row that one program takes."""
+"""Values of a row that one program of `dequantize` takes."""
+_BLOCK = 256
+"""Values of a row that one program of `quantize` takes: a divisor of the model's widths."""
+_TILE = 1024
+"""Values that it takes in all."""
 
 
 @kernel
@@ -31,30 +35,22 @@ def _quantize(
     data: tl.tensor,
     scale: tl.tensor,
     x: tl.tensor,
+    rows: tl.int32,
     x_pitch: tl.int64,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
     GROUP_SIZE: tl.constexpr,
     FMT: tl.constexpr,
     VEC: tl.constexpr,
 ) -> None:
-    row = tl.program_id(0).to(tl.int64)
-    first = tl.program_id(1) * BLOCK
-    place = first + tl.arange(0, BLOCK)
-    value = tl.load(x + row * (x_pitch // VEC) * VEC + place, mask=place < WIDTH, other=0.0).to(tl.float32)
-    groups: tl.constexpr = BLOCK // GROUP_SIZE
-    packing: tl.constexpr = 1 if FMT == 1 else 2
-    scales: tl.constexpr = (WIDTH + GROUP_SIZE - 1) // GROUP_SIZE
-    codes, factors = encode(tl.reshape(value, (groups, GROUP_SIZE)), FMT)
-    store_codes(
-        data + row * (WIDTH // packing) + first // packing,
-        scale + row * scales + first // GROUP_SIZE,
-        codes,
-        factors,
-        WIDTH - first,
-        groups,
-        FMT,
-    )
+    """Grid (tiles of ROWS rows, stretches of BLOCK values)."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
+    mask = (row < rows)[:, None] & (place < WIDTH)
+    at = x + row.to(tl.int64)[:, None] * (x_pitch // VEC) * VEC + place
+    value = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+    store_tile(data, scale, value, row, rows, tl.program_id(1), WIDTH, ROWS, BLOCK, GROUP_SIZE, FMT)
 
 
 @kernel
@@ -77,24 +73,27 @@ def _dequantize(
 
 @KERNELS.implements(quant_ops.quantize)
 def quantize(x: Tensor, fmt: QuantFormat, *, out: QTensor | None = None) -> QTensor:
-    """A scale per row of a tile of groups."""
+    """Whole groups of several rows a program."""
     if x.dtype not in (torch.bfloat16, torch.float32):
         x = x.float()
     codes = new_codes(out, tuple(x.shape), fmt, x.device)
     flat, width, group = rows_of(x), x.shape[-1], GROUP[fmt]
-    block = min(max(next_pow2(width), group), _STRETCH)
+    rows, block = flat.shape[0], min(max(next_pow2(width), group), _BLOCK)
+    tile = _TILE // block
     _quantize(
-        (flat.shape[0], -(-width // block)),
+        (-(-rows // tile), -(-width // block)),
         codes.data,
         codes.scale,
         flat,
+        rows,
         pitch(flat),
         WIDTH=width,
         BLOCK=block,
+        ROWS=tile,
         GROUP_SIZE=group,
         FMT=FORMAT[fmt],
         VEC=vector_width(pitch(flat)),
-        num_warps=warps_for(block, 32),
+        num_warps=warps_for(tile * block, 32),
     )
     return codes
 

@@ -7,7 +7,7 @@ from typing import Any, Final
 import triton.language as tl
 from torch import Tensor
 
-from deepinfer.backends.nvidia.codes import encode, load_values, store_codes
+from deepinfer.backends.nvidia.codes import encode, load_values, pack_pairs
 from deepinfer.backends.nvidia.launch import device_function
 from deepinfer.backends.nvidia.tensors import next_pow2
 from deepinfer.ops.formats import PagedCache
@@ -56,13 +56,21 @@ def scale_bytes(KIND: tl.constexpr, DIM: tl.constexpr) -> tl.tensor:
 
 @device_function
 def record_places(
-    slot: tl.tensor, page_bytes: tl.tensor, RECORDS: tl.constexpr, KIND: tl.constexpr, DIM: tl.constexpr
+    slot: tl.tensor,
+    page_bytes: tl.tensor,
+    RECORDS: tl.constexpr,
+    KIND: tl.constexpr,
+    DIM: tl.constexpr,
+    VEC: tl.constexpr = 1,
 ) -> tl.tensor:
-    """First code byte and first scale byte of a slot, both int64: pages times bytes can pass 2^31."""
+    """First code byte and first scale byte of slots, both int64: pages times bytes can pass 2^31.
+
+    With VEC, which divides `page_bytes`, the compiler knows how records are aligned.
+    """
     codes = code_bytes(KIND, DIM)
     scales = scale_bytes(KIND, DIM)
     slot = slot.to(tl.int64)
-    page = (slot // RECORDS) * page_bytes
+    page = (slot // RECORDS) * (page_bytes // VEC) * VEC
     offset = slot % RECORDS
     if KIND == 2:
         return page + offset * codes, page + RECORDS * codes + offset * scales
@@ -71,7 +79,7 @@ def record_places(
 
 
 @device_function
-def store_record(
+def store_records(
     cache: tl.tensor,
     slot: tl.tensor,
     page_bytes: tl.tensor,
@@ -79,31 +87,45 @@ def store_record(
     RECORDS: tl.constexpr,
     KIND: tl.constexpr,
     DIM: tl.constexpr,
+    ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    VEC: tl.constexpr,
 ) -> None:
-    """Encode one record.
+    """Encode a record per row of a tile.
 
     Args:
         cache: bytes of the pool.
-        slot: a valid slot.
+        slot: [ROWS], -1 where nothing is written.
         page_bytes: from page to page.
-        value: [BLOCK] float32, 0 behind DIM.
+        value: [ROWS, BLOCK] float32, 0 behind DIM.
         RECORDS: records per page.
-        KIND: of the record.
+        KIND: of the records.
         DIM: values in a record.
-        BLOCK: a power of two that covers them.
+        ROWS: of the tile.
+        BLOCK: a power of two that covers DIM.
+        VEC: divides `page_bytes`.
     """
-    code_place, scale_place = record_places(slot, page_bytes, RECORDS, KIND, DIM)
+    there = (slot >= 0)[:, None]
+    code_place, scale_place = record_places(tl.where(slot >= 0, slot, 0), page_bytes, RECORDS, KIND, DIM, VEC)
+    codes_at, scales_at = cache + code_place[:, None], cache + scale_place[:, None]
+    place = tl.arange(0, BLOCK)[None, :]
     if KIND == 0:
-        place = tl.arange(0, BLOCK)
         bits = value.to(tl.int32, bitcast=True)
         for byte in tl.static_range(4):  # a view of a pool may start at any byte
-            tl.store(cache + code_place + place * 4 + byte, ((bits >> (8 * byte)) & 255).to(tl.uint8), mask=place < DIM)
+            tl.store(codes_at + place * 4 + byte, ((bits >> (8 * byte)) & 255).to(tl.uint8), mask=there & (place < DIM))
     else:
         group: tl.constexpr = 16 if KIND == 3 else 32
         groups: tl.constexpr = BLOCK // group
-        codes, scales = encode(tl.reshape(value, (groups, group)), KIND)
-        store_codes(cache + code_place, cache + scale_place, codes, scales, DIM, groups, KIND)
+        codes, scales = encode(tl.reshape(value, (ROWS * groups, group)), KIND)
+        number = tl.arange(0, groups)[None, :]
+        tl.store(scales_at + number, tl.reshape(scales, (ROWS, groups)), mask=there & (number * group < DIM))
+        if KIND == 1:
+            codes = tl.reshape(codes, (ROWS, BLOCK)).to(tl.uint8)
+            tl.store(codes_at + place, codes, mask=there & (place < DIM))
+        else:
+            pairs = tl.arange(0, BLOCK // 2)[None, :]
+            packed = tl.reshape(pack_pairs(codes, ROWS * groups, group), (ROWS, BLOCK // 2))
+            tl.store(codes_at + pairs, packed, mask=there & (pairs < DIM // 2))
 
 
 @device_function

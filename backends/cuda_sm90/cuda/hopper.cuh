@@ -47,6 +47,14 @@ __device__ __forceinline__ void copy_bytes(u32 to, const void* from, u32 bytes, 
                "r"(bytes), "r"(barrier)
                : "memory");
 }
+// Sixteen bytes, or zeros without a read, between places at multiples of 16: a copy of a thread, in no bulk.
+__device__ __forceinline__ void copy_16_or_zeros(u32 to, const void* from, bool there) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(there ? 16 : 0) : "memory");
+}
+// The thread arrives when all its copies so far have; the barrier counts it as one of its own.
+__device__ __forceinline__ void arrive_after_copies(u32 barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
 // Orders writes of threads to shared memory before reads of the asynchronous units (MMA, bulk copies).
 __device__ __forceinline__ void fence_async_units() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 __device__ __forceinline__ void store_16(u32 at, u32 a, u32 b, u32 c, u32 d) {
@@ -54,16 +62,47 @@ __device__ __forceinline__ void store_16(u32 at, u32 a, u32 b, u32 c, u32 d) {
 }
 __device__ __forceinline__ void store_u32(u32 at, u32 v) { asm volatile("st.shared.u32 [%0], %1;" ::"r"(at), "r"(v) : "memory"); }
 __device__ __forceinline__ void store_f32(u32 at, float v) { asm volatile("st.shared.f32 [%0], %1;" ::"r"(at), "f"(v) : "memory"); }
+__device__ __forceinline__ void store_floats(u32 at, float a, float b, float c, float d) {
+  asm volatile("st.shared.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(at), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
+}
 __device__ __forceinline__ float load_f32(u32 at) {
   float v;
   asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(at));
   return v;
+}
+__device__ __forceinline__ void store_8(u32 at, u32 a, u32 b) {
+  asm volatile("st.shared.v2.u32 [%0], {%1,%2};" ::"r"(at), "r"(a), "r"(b) : "memory");
 }
 __device__ __forceinline__ void load_8(u32 (&v)[2], u32 at) {
   asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(v[0]), "=r"(v[1]) : "r"(at));
 }
 __device__ __forceinline__ void load_16(u32 (&v)[4], u32 at) {
   asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3]) : "r"(at));
+}
+
+// --- shared memory of the other blocks of a cluster -----------------------------------------------------------------------
+
+// Where another block has what this block has at `at`.
+__device__ __forceinline__ u32 address_in_block(u32 at, u32 block) {
+  u32 far;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(far) : "r"(at), "r"(block));
+  return far;
+}
+__device__ __forceinline__ void store_far_f32(u32 far, float v) {
+  asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(far), "f"(v) : "memory");
+}
+__device__ __forceinline__ void load_far_16(u32 (&v)[4], u32 far) {
+  asm volatile("ld.shared::cluster.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3]) : "r"(far) : "memory");
+}
+// The places that the thread's copies to other blocks read from may be written again behind this.
+__device__ __forceinline__ void wait_for_reads_of_copies() {
+  asm volatile("cp.async.bulk.commit_group;\ncp.async.bulk.wait_group.read 0;" ::: "memory");
+}
+// So many contiguous bytes to another block, whose `barrier` counts them.
+__device__ __forceinline__ void copy_to_block(u32 far, u32 from, u32 bytes, u32 barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(far), "r"(from),
+               "r"(bytes), "r"(barrier)
+               : "memory");
 }
 
 // --- warpgroup MMA -----------------------------------------------------------------------------------------------------

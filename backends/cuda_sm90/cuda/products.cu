@@ -9,11 +9,20 @@
 // A persistent block walks tiles; which expert a tile belongs to is found from `row_ends` in shared memory, so the host
 // reads nothing. A tile loads TOKENS rows wherever an expert's rows end: columns of others are computed and not stored.
 //
+// A matrix of few rows with few tokens leaves most of the device idle. Where equal bits in any batch are not asked for, a
+// cluster of blocks may sum a part of K each; the first of them adds up and stores.
+//
+// Few tokens of e4m3 codes may instead be multiplied as they are, with weights decoded to e4m3, which costs less: a product of
+// 32 deep for each group of scales, added in float32 under both its factors. That form has bits of its own.
+//
 // Macros: BITS 4 (e2m1) or 8 (e4m3); TOKENS a multiple of 8; STAGES; GROUPS warpgroups that multiply; RESIDENT blocks of a
-// multiprocessor; WIDE 1 for float32 results, 0 for bfloat16.
+// multiprocessor; WIDE 1 for float32 results, 0 for bfloat16; NARROW 1 for e2m1 weights in the order of e4m3 products
+// (`packing_narrow.py`); EIGHT 1 for e4m3 products, which need that order; SPLIT parts of K, whose
+// blocks have one tile each.
 
 constexpr u32 kDepth = 128, kConsumers = 128 * GROUPS;
-constexpr u32 kCodeBytes = GROUPS * 64 * kDepth * BITS / 8, kScaleBytes = GROUPS * 256, kTokenBytes = TOKENS * kDepth * 2;
+constexpr u32 kCodeBytes = GROUPS * 64 * kDepth * BITS / 8, kScaleBytes = GROUPS * 256;
+constexpr u32 kTokenBytes = TOKENS * kDepth * (EIGHT ? 1 : 2), kTokenScaleBytes = EIGHT ? TOKENS * 16 : 0;
 constexpr u32 kBlockCodes = 128 * kDepth * BITS / 8, kBlockScales = 512;  // of the 128 rows that are packed together
 constexpr int kQuads = BITS / 4;                                          // 16-byte loads a thread for 64 of the depth
 
@@ -23,6 +32,8 @@ struct Params {
   const int* row_ends;  // running ends of the experts' rows; null for one matrix
   void* out;
   const float* acc;  // added before the rounding; null for none
+  const float* token_scales;  // of e4m3 products: [depth_blocks, token_scale_rows, 4] powers of two
+  u64 token_scale_rows;
   u64 out_pitch, acc_pitch;
   int experts, rows, row_tiles, out_tiles, depth_blocks;
   int sweep;        // output tiles between which row tiles change, a divisor of out_tiles
@@ -54,7 +65,14 @@ __device__ __forceinline__ void decode(u32 (&a)[16], const u32 (&words)[4 * kQua
 #pragma unroll
   for (int i = 0; i < 4; i++) {
     const u32 s = low[i >> 1], t = high[i >> 1];
-#if BITS == 4
+#if NARROW
+    // A nibble's sign goes to bit 15 and its magnitude to bits 8..6, both by one product: 2^-126 times the code.
+    const u32 v = words[i], upper = v >> 8;
+    a[4 * i + 0] = multiply_pair(((v & 0x000F000Fu) * 4160u) & 0x81C081C0u, s);
+    a[4 * i + 1] = multiply_pair(((v & 0x00F000F0u) * 260u) & 0x81C081C0u, t);
+    a[4 * i + 2] = multiply_pair(((upper & 0x000F000Fu) * 4160u) & 0x81C081C0u, s);
+    a[4 * i + 3] = multiply_pair(((upper & 0x00F000F0u) * 260u) & 0x81C081C0u, t);
+#elif BITS == 4
     // Signs go to bit 15 and magnitudes to bits 8..6: 2^-126 times the code. Three codes only need a shift, as a product,
     // which another unit does than the masks; the fourth is put together from what they leave.
     const u32 v = words[i], swapped = __byte_perm(v, 0, 0x2301);
@@ -74,11 +92,16 @@ __device__ __forceinline__ void decode(u32 (&a)[16], const u32 (&words)[4 * kQua
   }
 }
 
-extern "C" __global__ void __launch_bounds__(kConsumers + 32, RESIDENT)
+__device__ __forceinline__ void blocks_meet() {
+  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(kConsumers + 32, RESIDENT)
     products(const __grid_constant__ TensorMap token_map, const __grid_constant__ Params p) {
   extern __shared__ u8 raw[];
   const u32 tokens = (shared_address(raw) + 1023) & ~1023u, codes = tokens + STAGES * kTokenBytes;
-  const u32 scales = codes + STAGES * kCodeBytes, full = scales + STAGES * kScaleBytes, empty = full + 8 * STAGES;
+  const u32 scales = codes + STAGES * kCodeBytes, token_scales = scales + STAGES * kScaleBytes;
+  const u32 full = token_scales + STAGES * kTokenScaleBytes, empty = full + 8 * STAGES;
   int* const tile_ends = reinterpret_cast<int*>(raw + (empty + 8 * STAGES - shared_address(raw)));
   int* const row_ends = tile_ends + p.experts;
   const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31;
@@ -126,6 +149,8 @@ extern "C" __global__ void __launch_bounds__(kConsumers + 32, RESIDENT)
     return Tile{low, out_tile, first_row + (row_tile - first_tile) * TOKENS, row_ends[low]};
   };
 
+  const int part = blockIdx.x % SPLIT, first_number = blockIdx.x / SPLIT, numbers = gridDim.x / SPLIT;
+  const int first_block = part * p.depth_blocks / SPLIT, end_block = (part + 1) * p.depth_blocks / SPLIT;
   u32 stage = 0, phase = 0;
   auto advance = [&] {
     if (++stage == STAGES) {
@@ -136,21 +161,26 @@ extern "C" __global__ void __launch_bounds__(kConsumers + 32, RESIDENT)
 
   if (warp == 4 * GROUPS) {  // the producer
     if (lane != 0) return;
-    for (int number = blockIdx.x; number < num_tiles; number += gridDim.x) {
+    for (int number = first_number; number < num_tiles; number += numbers) {
       const Tile tile = tile_at(number);
-      const int part = GROUPS == 1 ? tile.out_tile & 1 : 0, packed_row = GROUPS == 1 ? tile.out_tile >> 1 : tile.out_tile;
-      const u64 block = (static_cast<u64>(tile.expert) * (p.out_tiles * GROUPS / 2) + packed_row) * p.depth_blocks;
-      const u8* from = p.codes + block * kBlockCodes + part * kCodeBytes;
-      const u8* from_scales = p.scales + block * kBlockScales + part * kScaleBytes;
-      int column = tile.out_tile / p.group_tiles * p.depth_blocks * static_cast<int>(kDepth);
-      for (int k = 0; k < p.depth_blocks; k++, column += kDepth) {
+      const int half = GROUPS == 1 ? tile.out_tile & 1 : 0, packed_row = GROUPS == 1 ? tile.out_tile >> 1 : tile.out_tile;
+      const u64 block = (static_cast<u64>(tile.expert) * (p.out_tiles * GROUPS / 2) + packed_row) * p.depth_blocks + first_block;
+      const u8* from = p.codes + block * kBlockCodes + half * kCodeBytes;
+      const u8* from_scales = p.scales + block * kBlockScales + half * kScaleBytes;
+      int column = (tile.out_tile / p.group_tiles * p.depth_blocks + first_block) * static_cast<int>(kDepth);  // of 16 bits
+      for (int k = first_block; k < end_block; k++, column += EIGHT ? kDepth / 2 : kDepth) {
         const u32 barrier = full + 8 * stage, to = tokens + stage * kTokenBytes;
         barrier_wait(empty + 8 * stage, phase ^ 1);
-        barrier_expect(barrier, kCodeBytes + kScaleBytes + kTokenBytes);
+        barrier_expect(barrier, kCodeBytes + kScaleBytes + kTokenBytes + kTokenScaleBytes);
         copy_bytes(codes + stage * kCodeBytes, from, kCodeBytes, barrier);
         copy_bytes(scales + stage * kScaleBytes, from_scales, kScaleBytes, barrier);
         copy_box(to, &token_map, column, tile.row, barrier);
+#if EIGHT
+        const float* of_tokens = p.token_scales + (k * p.token_scale_rows + tile.row) * 4;
+        copy_bytes(token_scales + stage * kTokenScaleBytes, of_tokens, kTokenScaleBytes, barrier);
+#else
         copy_box(to + kTokenBytes / 2, &token_map, column + 64, tile.row, barrier);
+#endif
         from += kBlockCodes;
         from_scales += kBlockScales;
         advance();
@@ -164,11 +194,62 @@ extern "C" __global__ void __launch_bounds__(kConsumers + 32, RESIDENT)
   const u32 my_scales = scales + group * 256 + (warp & 3) * 64 + (lane >> 2) * 8;
   const u64 token_rows = rows_along_k(tokens);
   float d[TOKENS / 2];
+#if EIGHT
+  float groups[4][TOKENS / 2];  // products of one group of scales each
+  u32 a[16];
+#else
   u32 a[2][16];  // while one is multiplied, the other is decoded
   u32 before = 0;
-  for (int number = blockIdx.x; number < num_tiles; number += gridDim.x) {
+#endif
+  for (int number = first_number; number < num_tiles; number += numbers) {
     const Tile tile = tile_at(number);
+#if EIGHT
+#pragma unroll
+    for (int i = 0; i < TOKENS / 2; i++) d[i] = groups[0][i] = groups[1][i] = groups[2][i] = groups[3][i] = 0.f;
     for (int k = 0; k < p.depth_blocks; k++) {
+      barrier_wait(full + 8 * stage, phase);
+      // Scales are read before the codes, whose use below shows that every read of the stage has landed before its release.
+      u32 bytes[2], words[2][4], of_tokens[TOKENS / 4][4];
+      load_8(bytes, my_scales + stage * kScaleBytes);
+#pragma unroll
+      for (int j = 0; j < TOKENS / 4; j++) {
+        load_16(of_tokens[j], token_scales + stage * kTokenScaleBytes + ((j >> 1) * 8 + 2 * quarter + (j & 1)) * 16);
+      }
+      load_16(words[0], my_codes + stage * kCodeBytes);
+      load_16(words[1], my_codes + stage * kCodeBytes + 2048);
+#pragma unroll
+      for (int i = 0; i < 8; i++) {  // a nibble to bits 7 and 4..2 of a byte: 2^-6 times the code
+        const u32 v = words[i >> 2][i & 3];
+        a[2 * i] = ((v << 4) & 0x80808080u) | ((v << 2) & 0x1C1C1C1Cu);
+        a[2 * i + 1] = (v & 0x80808080u) | ((v >> 2) & 0x1C1C1C1Cu);
+      }
+      mma_fence();
+#pragma unroll
+      for (int g = 0; g < 4; g++) multiply(groups[g], a + 4 * g, token_rows + stage * (kTokenBytes / 16) + 2 * g, 0);
+      mma_commit();
+      mma_wait_all();
+#pragma unroll
+      for (int g = 0; g < 4; g++) keep(groups[g]);
+      if (lane == 0) barrier_arrive(empty + 8 * stage);
+      advance();
+#pragma unroll
+      for (int g = 0; g < 4; g++) {
+        // packed scales are 126 above the exponent; 6 of it stay, since codes are 2^-6 times theirs
+        const u32 v = bytes[g >> 1] - 0x78787878u;
+        const float low = __uint_as_float((g & 1 ? v << 7 : v << 23) & 0x7F800000u);
+        const float high = __uint_as_float((g & 1 ? v >> 1 : v << 15) & 0x7F800000u);
+#pragma unroll
+        for (int j = 0; j < TOKENS / 8; j++) {
+          const float even = __uint_as_float(of_tokens[2 * j][g]), odd = __uint_as_float(of_tokens[2 * j + 1][g]);
+          d[4 * j] = fmaf(groups[g][4 * j], low * even, d[4 * j]);
+          d[4 * j + 1] = fmaf(groups[g][4 * j + 1], low * odd, d[4 * j + 1]);
+          d[4 * j + 2] = fmaf(groups[g][4 * j + 2], high * even, d[4 * j + 2]);
+          d[4 * j + 3] = fmaf(groups[g][4 * j + 3], high * odd, d[4 * j + 3]);
+        }
+      }
+    }
+#else
+    for (int k = first_block; k < end_block; k++) {
       barrier_wait(full + 8 * stage, phase);
       // What is read of a stage is used before its release, scales being read first: a read still in flight at the release
       // would race with the next copy.
@@ -189,11 +270,11 @@ extern "C" __global__ void __launch_bounds__(kConsumers + 32, RESIDENT)
       for (int c = 0; c < 2; c++) {
         if (BITS == 8) load_words(c);  // as late as that, since they take twice the registers
         mma_wait_all_but_newest();  // a[c] is free; at c = 1 so is the stage before
-        if (c == 1 && k > 0 && lane == 0) barrier_arrive(empty + 8 * before);
+        if (c == 1 && k > first_block && lane == 0) barrier_arrive(empty + 8 * before);
         decode(a[c], words[c], bytes[c]);
         mma_fence();
 #pragma unroll
-        for (int i = 0; i < 4; i++) multiply(d, a[c] + 4 * i, rows + c * (kTokenBytes / 32) + 2 * i, (k | c | i) != 0);
+        for (int i = 0; i < 4; i++) multiply(d, a[c] + 4 * i, rows + c * (kTokenBytes / 32) + 2 * i, k != first_block || (c | i) != 0);
         mma_commit();
       }
       before = stage;
@@ -202,6 +283,26 @@ extern "C" __global__ void __launch_bounds__(kConsumers + 32, RESIDENT)
     mma_wait_all();
     keep(d);
     if (lane == 0) barrier_arrive(empty + 8 * before);
+#if SPLIT > 1
+    // Sums wait where tokens were, of which no copy is under way any more: this was the only tile.
+    const u32 exchange = tokens + thread * 16;
+#pragma unroll
+    for (int i = 0; i < TOKENS / 8; i++) store_floats(exchange + i * 2048, d[4 * i], d[4 * i + 1], d[4 * i + 2], d[4 * i + 3]);
+    blocks_meet();
+    for (int other = 1; part == 0 && other < SPLIT; other++) {
+      const u32 theirs = address_in_block(exchange, other);
+#pragma unroll
+      for (int i = 0; i < TOKENS / 8; i++) {
+        u32 sums[4];
+        load_far_16(sums, theirs + i * 2048);
+#pragma unroll
+        for (int z = 0; z < 4; z++) d[4 * i + z] += __uint_as_float(sums[z]);
+      }
+    }
+    blocks_meet();  // until then the first block reads from here
+    if (part != 0) return;
+#endif
+#endif
 
     // Row r of a thread is row 4 (r / 2) + r % 2 of its warp's sixteen, and row r + 8 two further on (`packing.py`).
     const int row0 = (tile.out_tile * GROUPS + group) * 64 + (warp & 3) * 16, mine = row0 + 4 * (lane >> 3) + ((lane >> 2) & 1);

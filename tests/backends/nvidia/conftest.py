@@ -15,6 +15,8 @@ import pytest
 from deepinfer.ops.catalog import defined_ops
 
 HERE = Path(__file__).parent
+if str(HERE) not in sys.path:  # test modules are imported by path, so what they share must be found by name
+    sys.path.insert(0, str(HERE))
 WORKERS = 2
 
 

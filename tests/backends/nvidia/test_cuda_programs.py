@@ -11,7 +11,9 @@ pytest.importorskip("triton", reason="brings the tools that read machine code")
 pytest.importorskip("cuda.core")
 pytest.importorskip("cuda.bindings.nvrtc")
 
-from deepinfer.backends.cuda_sm90 import products, sparse_attn
+from deepinfer.backends.cuda_sm90 import attention_forms, products
+from deepinfer.backends.cuda_sm90.attention_forms import Form, Pages
+from deepinfer.backends.cuda_sm90.plain_products import PlainForm
 from deepinfer.backends.nvidia.ahead import CUOBJDUMP, resource_usage
 from deepinfer.backends.nvidia.nvrtc import CudaProgram
 from deepinfer.ops.errors import DeviceError
@@ -48,6 +50,56 @@ def test_products_stay_in_registers(bits: int, tokens: int, tmp_path: Path) -> N
     assert "UBLKCP" in text and "UTMALDG.2D" in text
 
 
+@pytest.mark.parametrize(("tokens", "eight"), [(8, True), (16, True), (24, False), (144, False)])
+def test_products_with_the_narrow_packing_stay_in_registers(tokens: int, eight: bool, tmp_path: Path) -> None:
+    form = products.Form(4, tokens, groups=2, wide=False, experts=384, narrow=True, eight=eight)
+    code = form.program().compile("sm_90a")
+    registers, local_bytes = resource_usage(code)
+    assert local_bytes == 0
+    assert registers * (128 * form.groups + 32) * form.resident <= REGISTERS
+    assert form.stages >= 2
+    assert (form.shared_bytes + 1024) * form.resident <= SHARED_OF_MULTIPROCESSOR
+    kind = f"QGMMA.64x{tokens}x32.F32.E4M3.E4M3" if eight else f"HGMMA.64x{tokens}x16.F32.BF16"
+    assert kind in instructions(code, tmp_path)
+
+
+@pytest.mark.parametrize("tokens", [8, 64])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_products_over_parts_of_k(bits: int, tokens: int, tmp_path: Path) -> None:
+    form = products.Form(bits, tokens, groups=1, wide=False, split=3)
+    code = form.program().compile("sm_90a")
+    registers, local_bytes = resource_usage(code)
+    assert registers * 160 * form.resident <= REGISTERS
+    assert local_bytes == 0
+    assert (form.shared_bytes + 1024) * form.resident <= SHARED_OF_MULTIPROCESSOR
+    text = instructions(code, tmp_path)
+    assert "UCGABAR_WAIT" in text  # blocks of a cluster meet
+    assert text.count("WARPGROUP.DEPBAR") == 3  # two in the loop, one behind a tile; none behind each MMA
+
+
+@pytest.mark.parametrize(
+    ("tokens", "groups", "cluster"), [(8, 1, True), (128, 1, True), (144, 1, False), (192, 1, False), (192, 2, False)]
+)
+def test_plain_products(tokens: int, groups: int, cluster: bool, tmp_path: Path) -> None:
+    form = PlainForm(tokens, groups, wide=True, split=8, cluster=cluster)
+    code = form.program().compile("sm_90a")
+    registers, local_bytes = resource_usage(code)
+    assert registers * (128 * groups + 32) * form.resident <= REGISTERS
+    assert local_bytes <= (4 * tokens // 2 if (tokens, groups) == (192, 2) else 0)  # sums of the parts of K before
+    assert form.stages >= 2
+    assert (form.shared_bytes + 1024) * form.resident <= SHARED_OF_MULTIPROCESSOR
+    text = instructions(code, tmp_path)
+    assert 2 * text.count("WARPGROUP.DEPBAR") < text.count(f"HGMMA.64x{tokens}x16.F32.BF16")  # none behind each MMA
+
+
+@pytest.mark.parametrize(
+    ("rows", "blocks", "parts"),
+    [(32768, 10, 1), (16896, 10, 1), (8192, 32, 2), (5120, 64, 3), (1792, 40, 8), (128, 4, 4)],
+)
+def test_parts_of_k_depend_on_the_matrix(rows: int, blocks: int, parts: int) -> None:
+    assert products.split_of(rows, blocks) == parts
+
+
 @pytest.mark.parametrize("wide", [False, True])
 def test_halves_stay_in_registers(wide: bool) -> None:
     _, local_bytes = resource_usage(products.Form(8, 16, groups=1, wide=wide).program().compile("sm_90a"))
@@ -55,12 +107,26 @@ def test_halves_stay_in_registers(wide: bool) -> None:
 
 
 @pytest.mark.parametrize("kv_fp4", [False, True])
-def test_sparse_attention(kv_fp4: bool, tmp_path: Path) -> None:
-    code = sparse_attn.program(32, 64, kv_fp4).compile("sm_90a")
+@pytest.mark.parametrize("form", Form)
+def test_sparse_attention(form: Form, kv_fp4: bool, tmp_path: Path) -> None:
+    code = Pages(32, 64, kv_fp4).program(form).compile("sm_90a")
     registers, local_bytes = resource_usage(code)
-    assert registers == 128  # at entry; warpgroups divide them anew
+    assert registers * attention_forms.block_threads(form) <= REGISTERS
     assert local_bytes <= ATTENTION_STACK
-    assert "HGMMA.64x128x16.F32.BF16" in instructions(code, tmp_path)
+    assert attention_forms.shared_bytes(form) <= SHARED_OF_BLOCK
+    text = instructions(code, tmp_path)
+    scores, values = ("HGMMA.64x64x16", "HGMMA.64x64x16") if form is Form.FEW else ("HGMMA.64x32x16", "HGMMA.64x128x16")
+    assert text.count(scores) >= 32
+    assert text.count(values) >= 8
+    # a wait behind every MMA is what the compiler falls back to where registers do not suffice
+    assert text.count("WARPGROUP.DEPBAR") == 2
+
+
+@pytest.mark.parametrize("entry", ["mark_slots", "decode_records", "merge_parts"])
+def test_helpers_of_attention_compile(entry: str) -> None:
+    registers, local_bytes = resource_usage(Pages(32, 64, kv_fp4=True).helper(entry).compile("sm_90a"))
+    assert registers <= REGISTERS // 1024  # half as many threads as a multiprocessor holds
+    assert local_bytes == 0
 
 
 @pytest.mark.parametrize("tokens", [8, 16, 24, 32, 48, 64, 80, 96, 128, 144, 192])
@@ -80,6 +146,53 @@ def test_tiles_of_one_matrix(rows: int, experts: int, tokens: int) -> None:
 
 def test_tiles_of_experts_leave_room_for_chance() -> None:
     assert [products.tile_tokens(6 * tokens, 384) for tokens in (1, 128, 1024, 4096, 16384)] == [8, 8, 24, 80, 144]
+
+
+@pytest.mark.parametrize(
+    ("rows", "tiles", "records", "form"),
+    [
+        (1, 10, None, Form.FEW),
+        (15, 10, 4096, Form.FEW),
+        (15, 12, 4096, Form.DIRECT),  # more keys than a cluster has room for
+        (16, 10, 4096, Form.DIRECT),
+        (1023, 10, 1 << 20, Form.DIRECT),
+        (1024, 10, 1024, Form.GATHERED),
+        (1024, 10, 1023, Form.DIRECT),
+        (8192, 2, None, Form.DIRECT),
+    ],
+)
+def test_form_of_attention(rows: int, tiles: int, records: int | None, form: Form) -> None:
+    room = None if records is None else attention_forms.Room(window_words=1, words=2, records=records)
+    assert attention_forms.choose_form(rows, tiles, room) is form
+
+
+@pytest.mark.parametrize(
+    ("window", "kv", "kv_fp4", "tiles"), [(128, 512, True, 10), (128, 0, False, 2), (1, 65, True, 3)]
+)
+def test_tiles_of_attention(window: int, kv: int, kv_fp4: bool, tiles: int) -> None:
+    assert Pages(32, 64, kv_fp4).tiles(window, kv) == tiles
+
+
+def test_parts_of_rows() -> None:
+    pages = Pages(32, 64, kv_fp4=True)
+    assert [pages.parts(128, 512), pages.parts(128, 0), pages.parts(65, 129)] == [5, 1, 3]
+    assert attention_forms.works_on_parts(52, 5)
+    assert not attention_forms.works_on_parts(53, 5)
+    assert not attention_forms.works_on_parts(1, 1)  # nothing to divide
+    assert attention_forms.parts_scratch_bytes() >= 52 * 5 * 64 * (512 + 1) * 4
+
+
+def test_scratch_of_decoded_records() -> None:
+    num_bytes = attention_forms.scratch_bytes(8192)
+    assert num_bytes == 256 << 20
+    room = attention_forms.divide_scratch(num_bytes, window_slots=65, kv_slots=1000)
+    assert (room.window_words, room.words) == (3, 35)
+    assert room.cleared_bytes == 16 + 4 * 35
+    assert room.records_start % 16 == 0
+    assert room.records_start >= room.cleared_bytes + 4 * 35  # places of words lie between
+    assert room.records_start + 1024 * room.records <= num_bytes
+    assert attention_forms.scratch_bytes(1023) == 0
+    assert attention_forms.divide_scratch(4096, window_slots=1 << 20, kv_slots=1 << 20).records == 0
 
 
 def test_what_does_not_compile_says_why() -> None:
