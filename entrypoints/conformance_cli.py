@@ -27,7 +27,7 @@ def conformance(
     backend: _BackendName,
     level: Annotated[int, typer.Option(min=0, max=6, help="Run levels 0 to N.", metavar="N")] = 1,
     op: Annotated[str, typer.Option(help="Only ops that fit this glob.", metavar="GLOB")] = "*",
-    case: Annotated[str, typer.Option(help="One case alone: op/name, or a saved file.", metavar="CASE")] = "",
+    case: Annotated[str, typer.Option("--case", help="One case alone: op/name, or a saved file.", metavar="CASE")] = "",
     real: Annotated[bool, typer.Option("--real", help="Also cases with the model's own shapes.")] = False,
     report: Annotated[
         Path | None, typer.Option(help="Write report.json, report.html and failing cases here.", metavar="DIR")

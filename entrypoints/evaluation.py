@@ -22,6 +22,7 @@ from deepinfer.core.errors import ConfigError
 from deepinfer.core.sampling_params import SamplingParams
 from deepinfer.entrypoints.eval_tasks import SUITES, Item, TaskSpec, make_items
 from deepinfer.entrypoints.terminal import say
+from deepinfer.ops.registry import find_backend
 
 if TYPE_CHECKING:
     from deepinfer.core.speculation import SpeculationStats
@@ -60,7 +61,7 @@ class Evaluation:
     Attributes:
         model: the checkpoint folder.
         suite: its name.
-        settings: engine settings that were given.
+        settings: engine settings that were given, and the backend and dtype that were used.
         tasks: scores by task.
         skipped: tasks whose items are longer than the model takes, and why.
         digest: of all answers' token ids in order; equal for equal tokens.
@@ -131,7 +132,11 @@ class EvalCommand:
     show_wrong: int = 0
 
     def run(self) -> int:
-        """Do it; the exit status."""
+        """Do it; the exit status.
+
+        Raises:
+            ConfigError: settings that contradict each other, no model, or a model that takes none of the questions.
+        """
         specs = chosen_tasks(self.suite, self.tasks)
         settings = parse_settings(self.settings_by_name) | self.settings
         model = self.model or settings.pop("model", "")
@@ -143,8 +148,12 @@ class EvalCommand:
         from deepinfer.entrypoints.llm import LLM
 
         with LLM(config=config) as llm:
-            result = Evaluation(config.model, self.suite, settings)
+            used = {"backend": find_backend(config.backend).name, "dtype": config.dtype}
+            result = Evaluation(config.model, self.suite, settings | used)
             evaluate(llm, specs, result, limit=self.limit, keep_wrong=self.show_wrong, progress=not self.as_json)
+        if not result.tasks:
+            reasons = "; ".join(f"{name}: {why}" for name, why in result.skipped.items())
+            raise ConfigError(f"nothing was asked: {reasons}; raise max_model_len, or choose other tasks")
         if self.as_json:
             print(json.dumps(result.as_dict(), indent=2, ensure_ascii=False))
         else:

@@ -4,8 +4,8 @@
     python -m deepinfer.backends.ascend950.budget --json
 
 A budget is arithmetic on paper, kept beside the kernels in `budgets/`: bytes of local memories, bytes of global memory
-per unit of work, instructions. No clock has confirmed any of it; the twin confirms the bytes (tests compare its
-counters). The roofline of a kernel is the time of whichever is slower, its bytes at the memory's rate or its products
+per unit of work, instructions. No clock has confirmed any of it. Tests compare it with what the twin counts, local
+memories and instructions of many kernels, bytes of few. The roofline of a kernel is the time of whichever is slower, its bytes at the memory's rate or its products
 at the Cube's; the share is that time over the time of the plan's slowest part, vector instructions and second-level
 cache included.
 
@@ -24,11 +24,10 @@ from importlib import import_module
 from typing import Final
 
 from deepinfer.backends.ascend950 import OP_MODULES, twin_build
-from deepinfer.backends.ascend950.launch import VECTOR_CORES, Program
+from deepinfer.backends.ascend950.launch import CUBE_CORES, VECTOR_CORES, Program
 
 _PACKAGE: Final = "deepinfer.backends.ascend950"
 
-CUBE_CORES: Final = 32
 CLOCK_HZ: Final = 1.65e9
 LAYER_TWO: Final = 5e12
 """Bytes per second of the second-level cache."""

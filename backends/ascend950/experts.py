@@ -21,9 +21,7 @@ _PLACE: Final = _PROGRAM.kernel(
     "place_choices",
     "expert_ids, weights, slots!, row_weights!, psum!, choices: i64, experts: i32, per_core: i32",
 )
-_SEND: Final = _PROGRAM.kernel(
-    "send_rows", "x, slots, rows!, tokens: i64, pitch: i64, row_bytes: i64, k: i32"
-)
+_SEND: Final = _PROGRAM.kernel("send_rows", "x, slots, rows!, tokens: i64, pitch: i64, row_bytes: i64, k: i32")
 _COMBINE: Final = _PROGRAM.kernel(
     "combine_rows",
     "y, slots, bias, out!, tokens: i64, y_pitch: i64, bias_pitch: i64, out_pitch: i64, width: i32, k: i32, "

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from deepinfer.backends.ascend950.launch import CUBE_CORES, VECTOR_CORES, Kernel, program
 from deepinfer.backends.ascend950.registry import implements
-from deepinfer.backends.ascend950.tensors import new_like, packed
+from deepinfer.backends.ascend950.tensors import new_like, packed, short
 from deepinfer.ops import linear as linear_ops
 from deepinfer.ops import moe as moe_ops
 from deepinfer.ops.backend import Dims
@@ -99,7 +99,7 @@ def _even(x: _Matrix) -> _Matrix:
 def widen(x: Tensor) -> Tensor:
     """bfloat16 values as float32, in new memory."""
     width = x.shape[-1]
-    flat = x.reshape(-1, width)
+    flat = _close(x).reshape(-1, width)
     wide = torch.empty(x.shape, dtype=torch.float32, device=x.device)
     _WIDEN(min(VECTOR_CORES, len(flat)), flat, wide, len(flat), width, flat.stride(0))
     return wide
@@ -175,9 +175,11 @@ def _launch(x: Tensor | QTensor, weight: Tensor | QTensor, y: Tensor, psum: Tens
 
 
 def _finish(sums: Tensor, acc: Tensor | None, factor: float, out: Tensor) -> None:
-    """`out = sums * factor + acc`; sums, acc float32 [rows, N]; `out` may be `sums`."""
+    """`out = sums * factor + acc`; sums float32 [rows, N], acc float32 or bfloat16; `out` may be `sums`."""
     rows, width = sums.shape
-    added = None if acc is None else _close(acc.float())
+    added = acc
+    if acc is not None:
+        added = widen(acc) if short(acc.dtype) == "bf16" else _close(acc)
     _FINISH(
         min(VECTOR_CORES, rows),
         sums,

@@ -1,4 +1,4 @@
-"""Budgets of `kernels/attention.asc`: a row of the model, 64 heads of 512 over 128 window and 512 compressed records."""
+"""Budgets of `kernels/attention.asc`: a row of the model, 64 heads of 512 over 640 records."""
 
 from __future__ import annotations
 

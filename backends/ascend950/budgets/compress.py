@@ -14,14 +14,14 @@ _GROUP: Final = 8192 * 4
 
 def _pool(kind: str, size: int) -> Budget:
     cast = 1 if kind == "bf16" else 0
-    per_register = 5 + cast + (3 + 3 * (_RATIO - 1) + 7 * _RATIO + 1)
+    closes = 3 + 2 * (_RATIO - 1) + 7 * _RATIO + 2 + cast
     return Budget(
         kernel=f"pool_rows_{kind}",
         unit=f"group of {_RATIO} rows of {_DIM}",
         core="vector",
         moved=_RATIO * _DIM * (2 * 4 + size),
-        ub=6 * _GROUP,
-        vector=_DIM / 64 * (per_register + (_RATIO - 1) * (3 + cast)),
+        ub=5 * _GROUP + _GROUP // 4 * size,
+        vector=_DIM / 64 * (closes + (_RATIO - 1) * (2 + cast)),
         note="rows that close no group write zeros and read nothing",
     )
 

@@ -21,14 +21,14 @@ _FETCHED: Final = 16 * 512 * 4
 def _fetch(stored: str, made: str) -> Budget:
     coded = stored == "mxfp8"
     row = _TABLE_WIDTH * 33 / 32 if coded else _TABLE_WIDTH * _SIZE[stored]
-    per_register = (6 if coded else 2 + (stored == "bf16")) + 1 + (made == "bf16")
+    per_register = (5 if coded else 1 + (stored == "bf16")) + 1 + (made == "bf16")
     return Budget(
         kernel=f"fetch_{stored}_{made}",
         unit=f"token of {_COLUMNS} table rows of {_TABLE_WIDTH}",
         core="vector",
         moved=_COLUMNS * (4 + row + _TABLE_WIDTH * _SIZE[made]),
         ub=4 * _FETCHED + 2 * 16 * 64,
-        vector=_COLUMNS * (_TABLE_WIDTH / 64 * per_register + (10 if coded else 0)),
+        vector=_COLUMNS * (_TABLE_WIDTH / 64 * per_register + (8 if coded else 0)),
         note="two copies per table row" if coded else "a copy per table row",
     )
 

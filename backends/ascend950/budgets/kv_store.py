@@ -10,8 +10,8 @@ _DIM: Final = 512
 _RECORD: Final = 528
 _ROTARY: Final = 64
 _MAX_WIDTH: Final = 1024
-_UB: Final = 4 * _MAX_WIDTH * (1 + 2 + 2 + 2 + 1 + 1) + 2 * _MAX_WIDTH + 2 * _MAX_WIDTH // 4
-"""A weight; two each of rows in, normed rows, turned rows, angles, codes and scales."""
+_UB: Final = 4 * _MAX_WIDTH * (1 + 2 + 2 + 2 + 1 + 1) + 2 * _MAX_WIDTH + 2 * _MAX_WIDTH // 4 + _MAX_WIDTH // 2
+"""A weight; two each of rows in, normed and turned rows, angles, codes and scales; the maxima of every eight values."""
 
 
 def _store(kind: str, size: int) -> Budget:
@@ -22,7 +22,7 @@ def _store(kind: str, size: int) -> Budget:
         core="vector",
         moved=2 * _DIM * size + _RECORD + 4 * _ROTARY + 8,
         ub=_UB,
-        vector=registers * (5 + 7 + 43 + 4 * cast) + 10 + 22 + 4 * cast,
+        vector=registers * (4 + 6 + 12 + 5 * cast) + 20 + 22 + 4 * cast,
         note="sum of squares, norm, codes; the weight is read once per core",
     )
 

@@ -4,7 +4,7 @@
 // tiles in groups of at most five. Per tile the vector cores bring the keys as bfloat16 (each core 32 of them) and the
 // Cube multiplies them with the queries; softmax waits for a whole group, so that its maximum is known before the first
 // probability is rounded and the Cube can add the values of the group without rescaling; then the sum of the group
-// leaves L0C and each vector core adds it to the sum of its 32 heads. The keys of the next group are under way meanwhile.
+// leaves L0C and each vector core adds it to the sum of its 32 heads, while keys of the next group are on their way.
 // Which group a tile is in follows from its column alone, so a row's bits do not depend on other rows.
 #pragma once
 

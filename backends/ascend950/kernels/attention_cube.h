@@ -8,8 +8,8 @@ constexpr auto kOften = asc_load_l2_cache_mode::NORMAL_FIRST_VICTIM;
 constexpr int32_t kStages = 4;       // of L0A and L0B
 constexpr int kScoreFlag = 4;        // and 5: two tiles of scores in L0C; flags 0 to 3 are chunks of sums
 
-__aicore__ inline __ca__ bfloat16_t* left_at(int32_t stage) { return (__ca__ bfloat16_t*)(uint64_t)(stage * kOperandBytes); }
-__aicore__ inline __cb__ bfloat16_t* right_at(int32_t stage) { return (__cb__ bfloat16_t*)(uint64_t)(stage * kOperandBytes); }
+__aicore__ inline __ca__ bfloat16_t* left_at(int32_t stage) { return l0a_at<bfloat16_t>(stage * kOperandBytes); }
+__aicore__ inline __cb__ bfloat16_t* right_at(int32_t stage) { return l0b_at<bfloat16_t>(stage * kOperandBytes); }
 
 // A step of L0: waits for the stage, and hands it to the Cube after the loads.
 struct Steps {
@@ -80,9 +80,10 @@ __aicore__ inline void multiply_values(const Attention& a, const Group& group, i
     if (!last) continue;
     asc_sync_notify(PIPE_M, PIPE_FIX, chunk);
     asc_sync_wait(PIPE_M, PIPE_FIX, chunk);
-    asc_copy_l0c2ub(ub_at<float>(kSums + landing_of(group) * kSumBytes) + at, l0c_at(chunk * kChunkSums), columns, kTile,
-                    a.dim, kTile, 0, asc_dual_dst_mode::DUAL_DST_SPLIT_M, asc_unit_flag_mode::DISABLE,
-                    asc_quant_mode::NoQuant, asc_relu_pre_mode::NONE, false, true, false, false);
+    __ubuf__ float* landing = ub_at<float>(kSums + landing_of(group) * kSumBytes);
+    asc_copy_l0c2ub(landing + at, l0c_at(chunk * kChunkSums), columns, kTile, a.dim, kTile, 0,
+                    asc_dual_dst_mode::DUAL_DST_SPLIT_M, asc_unit_flag_mode::DISABLE, asc_quant_mode::NoQuant,
+                    asc_relu_pre_mode::NONE, false, true, false, false);
     asc_sync_notify(PIPE_FIX, PIPE_M, chunk);
   }
   tell_both(PIPE_MTE1, kTileFree);

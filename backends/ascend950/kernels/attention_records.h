@@ -81,8 +81,8 @@ __simd_callee__ inline void widen_codes(vector_bf16& value, __ubuf__ uint8_t* co
   }
 }
 
-// 16 records to 16 rows of blocks; block g of row r is block g * kPieceRows + r. Bit r of `present` says whether there is
-// a record r; where there is none the row is zero, whatever the buffer holds.
+// 16 records to 16 rows of blocks; block g of row r is block g * kPieceRows + r. Bit r of `present` says whether there
+// is a record r; where there is none the row is zero, whatever the buffer holds.
 template <int32_t Kind>
 __simd_vf__ inline void expand_keys(__ubuf__ bfloat16_t* out, __ubuf__ uint8_t* raw, __ubuf__ uint16_t* factors,
                                     __ubuf__ uint16_t* places, uint32_t present, int32_t dim, int32_t shift) {
@@ -195,8 +195,9 @@ __aicore__ inline void bring_keys(const Attention& a, const Group& group, int32_
     asc_sync_notify(PIPE_V, PIPE_MTE3, stage);
     asc_sync_wait(PIPE_V, PIPE_MTE3, stage);
     if (stage == 0 && turn >= kRing) asc_sync_intra_wait(PIPE_MTE3, kTileFree);
-    asc_copy_ub2l1((__cbuf__ void*)(uint64_t)(kKeyL1 + place * kKeyBytes + first * kBlockBytes), keys, a.dim / 16, kPiece,
-                   kPieceRows - kPiece, kTile - kPiece);
+    const uint32_t l1 = kKeyL1 + place * kKeyBytes + first * kBlockBytes;
+    asc_copy_ub2l1((__cbuf__ void*)(uint64_t)l1, keys, a.dim / 16, kPiece, kPieceRows - kPiece,
+                   kTile - kPiece);
     asc_sync_notify(PIPE_MTE3, PIPE_V, stage);
   }
   asc_sync_intra_arrive(PIPE_MTE3, kKeysReady);

@@ -1,51 +1,61 @@
 // Softmax of the heads of one vector core, and their sums of values.
 //
 // Scores arrive as [2][64 keys][16 heads]: a register holds four keys of 16 heads, so maxima and sums over keys are
-// element by element and the four keys of a register meet once a group. Scores are float32 throughout; probabilities are
-// rounded to bfloat16 for the Cube, and their sums keep them unrounded.
+// element by element and the four keys of a register meet once a group. Scores are float32 throughout; probabilities
+// are rounded to bfloat16 for the Cube, and their sums keep them unrounded.
 #pragma once
 
 #include "attention.h"
 
 constexpr int32_t kHeads = 16;  // of one of the two registers
 
+__simd_callee__ inline void lost_score(vector_f32& x) {
+  asc_duplicate_scalar((vector_u32&)x, 0xFF800000u, asc_create_mask_b32(PAT_ALL));  // minus infinity
+}
+
+__simd_callee__ inline void scale_register(__ubuf__ float* scores, vector_f32& best, vector_f32& factor,
+                                           vector_f32& mark) {
+  const vector_bool all = asc_create_mask_b32(PAT_ALL);
+  vector_f32 score;
+  asc_loadalign(score, scores);
+  asc_madd(score, factor, mark, all);
+  asc_max(best, best, score, all);
+  asc_storealign(scores, score, all);
+}
+
 // Scaled and marked scores, in place, and the largest of each head so far.
 __simd_vf__ inline void scale_scores(__ubuf__ float* scores, __ubuf__ float* holes, __ubuf__ float* top, float scale,
                                      int32_t first) {
   const vector_bool all = asc_create_mask_b32(PAT_ALL);
-  vector_f32 factor, best[2];
+  vector_f32 factor, best, best_after;
   asc_duplicate_scalar(factor, scale, all);
-  for (int32_t g = 0; g < 2; ++g) {
-    if (first) {
-      vector_u32 lost;
-      asc_duplicate_scalar(lost, 0xFF800000u, all);
-      best[g] = (vector_f32&)lost;
-    } else {
-      asc_loadalign(best[g], top + g * kLanes);
-    }
+  if (first) {
+    lost_score(best);
+    lost_score(best_after);
+  } else {
+    asc_loadalign(best, top);
+    asc_loadalign(best_after, top + kLanes);
   }
   for (int32_t i = 0; i < kTile / 4; ++i) {
     vector_f32 mark;
     asc_loadalign_brc_elem2datablock(mark, holes + i * 8);
-    for (int32_t g = 0; g < 2; ++g) {
-      vector_f32 score;
-      __ubuf__ float* at = scores + g * kTile * kHeads + i * kLanes;
-      asc_loadalign(score, at);
-      asc_madd(score, factor, mark, all);
-      asc_max(best[g], best[g], score, all);
-      asc_storealign(at, score, all);
-    }
+    scale_register(scores + i * kLanes, best, factor, mark);
+    scale_register(scores + kTile * kHeads + i * kLanes, best_after, factor, mark);
   }
-  for (int32_t g = 0; g < 2; ++g) asc_storealign(top + g * kLanes, best[g], all);
+  asc_storealign(top, best, all);
+  asc_storealign(top + kLanes, best_after, all);
 }
 
 // The other three keys' values of each head.
-__simd_callee__ inline void turn_keys(vector_f32 (&other)[3], const vector_f32& x, __ubuf__ float* scratch) {
+__simd_callee__ inline void turn_keys(vector_f32& second, vector_f32& third, vector_f32& fourth, const vector_f32& x,
+                                      __ubuf__ float* scratch) {
   const vector_bool all = asc_create_mask_b32(PAT_ALL);
   asc_storealign(scratch, x, all);
   asc_storealign(scratch + kLanes, x, all);
   asc_mem_bar(VST_VLD);
-  for (int32_t i = 0; i < 3; ++i) asc_loadalign(other[i], scratch + (i + 1) * kHeads);
+  asc_loadalign(second, scratch + kHeads);
+  asc_loadalign(third, scratch + 2 * kHeads);
+  asc_loadalign(fourth, scratch + 3 * kHeads);
 }
 
 // The maximum after a group, and what it makes of earlier sums. `opens`: there are none.
@@ -56,19 +66,20 @@ __simd_vf__ inline void renew_maximum(__ubuf__ float* top, __ubuf__ float* best,
   vector_f32 zero;
   asc_duplicate_scalar(zero, 0.0f, all);
   for (int32_t g = 0; g < 2; ++g) {
-    vector_f32 most, other[3], before, base, factor;
+    vector_f32 most, second, third, fourth, before, base, factor, lost;
     vector_bool none;
     asc_loadalign(most, top + g * kLanes);
-    turn_keys(other, most, scratch);
-    for (int32_t i = 0; i < 3; ++i) asc_max(most, most, other[i], all);
+    turn_keys(second, third, fourth, most, scratch);
+    asc_max(most, most, second, all);
+    asc_max(third, third, fourth, all);
+    asc_max(most, most, third, all);
     if (!opens) {
       asc_loadalign(before, best + g * kLanes);
       asc_max(most, most, before, all);
     }
     asc_storealign(best + g * kLanes, most, all);
-    vector_u32 lost;
-    asc_duplicate_scalar(lost, 0xFF800000u, all);
-    asc_eq(none, most, (vector_f32&)lost, all);  // no key yet: exp(-inf - 0) is 0, exp(-inf + inf) would be NaN
+    lost_score(lost);
+    asc_eq(none, most, lost, all);  // no key yet: exp(-inf - 0) is 0, exp(-inf + inf) would be NaN
     asc_select(base, zero, most, none);
     asc_storealign(shift + g * kLanes, base, all);
     if (opens) continue;
@@ -123,12 +134,14 @@ __simd_vf__ inline void settle_heads(__ubuf__ float* totals, __ubuf__ float* shi
   asc_duplicate(mark, mark, all);
   asc_ge(found, mark, zero, all);
   for (int32_t g = 0; g < 2; ++g) {
-    vector_f32 total, other[3], base, below, result, log;
+    vector_f32 total, second, third, fourth, base, below, result, log, lost;
     vector_bool some;
-    vector_u32 lost;
     asc_loadalign(total, totals + g * kLanes);
-    turn_keys(other, total, scratch);
-    for (int32_t i = 0; i < 3; ++i) asc_add(total, total, other[i], all);
+    turn_keys(second, third, fourth, total, scratch);
+    // (1 + 3) + (2 + 4), whose bits are the same in the lanes of all four keys
+    asc_add(total, total, third, all);
+    asc_add(second, second, fourth, all);
+    asc_add(total, total, second, all);
     asc_loadalign(base, shift + g * kLanes);
     asc_ne(some, total, zero, found);
     asc_loadalign(below, sink + g * kHeads);
@@ -140,14 +153,15 @@ __simd_vf__ inline void settle_heads(__ubuf__ float* totals, __ubuf__ float* shi
     asc_storealign(keep + g * kHeads, result, heads);
     asc_ln(log, total, all);
     asc_add(log, log, base, all);
-    asc_duplicate_scalar(lost, 0xFF800000u, all);
-    asc_select(log, log, (vector_f32&)lost, some);
+    lost_score(lost);
+    asc_select(log, log, lost, some);
     asc_storealign(lse + g * kHeads, log, heads);
   }
 }
 
 // Sums of a group onto those of the groups before.
-__simd_vf__ inline void add_sums(__ubuf__ float* sums, __ubuf__ float* added, __ubuf__ float* head_shrink, int32_t dim) {
+__simd_vf__ inline void add_sums(__ubuf__ float* sums, __ubuf__ float* added, __ubuf__ float* head_shrink,
+                                 int32_t dim) {
   const vector_bool all = asc_create_mask_b32(PAT_ALL);
   for (int32_t h = 0; h < kHalf; ++h) {
     vector_f32 factor;

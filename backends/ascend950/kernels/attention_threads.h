@@ -1,4 +1,4 @@
-// Sparse attention by threads, for whatever the Cube does not take: float32 queries, float32 records, any width of head.
+// Sparse attention by threads, for what the Cube does not take: float32 queries, float32 records, any width of head.
 //
 // A unit is a row and up to eight of its heads. Keys are decoded into UB, 32 at a time, in the order of their columns;
 // softmax is online, in float32. Every sum runs in the order of its keys or channels.
@@ -44,13 +44,16 @@ __simt_vf__ __launch_bounds__(kThreads) inline void decode_keys(__ubuf__ float* 
                                                                 int32_t dim) {
   for (int32_t i = threadIdx.x; i < count * dim; i += blockDim.x) {
     const int32_t key = i / dim, channel = i % dim, slot = slots[key];
-    keys[key * (dim + 1) + channel] = slot < 0 ? 0.0f : record_value(cache, page_bytes, records, kind, dim, slot, channel);
+    float value = 0.0f;
+    if (slot >= 0) value = record_value(cache, page_bytes, records, kind, dim, slot, channel);
+    keys[key * (dim + 1) + channel] = value;
   }
 }
 
 __simt_vf__ __launch_bounds__(kThreads) inline void score_keys(__ubuf__ float* weights, __ubuf__ float* queries,
-                                                               __ubuf__ float* keys, __gm__ int32_t* slots, int32_t heads,
-                                                               int32_t count, int32_t dim, float scale) {
+                                                               __ubuf__ float* keys, __gm__ int32_t* slots,
+                                                               int32_t heads, int32_t count, int32_t dim,
+                                                               float scale) {
   for (int32_t i = threadIdx.x; i < heads * kFewKeys; i += blockDim.x) {
     const int32_t head = i / kFewKeys, key = i % kFewKeys;
     float score = 0.0f;
@@ -90,8 +93,8 @@ __simt_vf__ __launch_bounds__(kThreads) inline void weigh_keys(__ubuf__ float* w
 }
 
 __simt_vf__ __launch_bounds__(kThreads) inline void add_values(__ubuf__ float* output, __ubuf__ float* weights,
-                                                               __ubuf__ float* keys, __ubuf__ float* state, int32_t heads,
-                                                               int32_t count, int32_t dim) {
+                                                               __ubuf__ float* keys, __ubuf__ float* state,
+                                                               int32_t heads, int32_t count, int32_t dim) {
   for (int32_t i = threadIdx.x; i < heads * dim; i += blockDim.x) {
     const int32_t head = i / dim, channel = i % dim;
     float sum = output[i] * state[kFactor + head];
@@ -101,9 +104,9 @@ __simt_vf__ __launch_bounds__(kThreads) inline void add_values(__ubuf__ float* o
 }
 
 template <class T>
-__simt_vf__ __launch_bounds__(kThreads) inline void close_heads(__gm__ T* out, __gm__ float* lse, __ubuf__ float* output,
-                                                                __ubuf__ float* state, __gm__ float* sink, int32_t heads,
-                                                                int32_t dim) {
+__simt_vf__ __launch_bounds__(kThreads) inline void close_heads(__gm__ T* out, __gm__ float* lse,
+                                                                __ubuf__ float* output, __ubuf__ float* state,
+                                                                __gm__ float* sink, int32_t heads, int32_t dim) {
   for (int32_t i = threadIdx.x; i < heads * dim; i += blockDim.x) {
     const int32_t head = i / dim;
     const float total = state[kSumOf + head], below = total + expf(sink[head] - state[kBase + head]);
@@ -119,8 +122,8 @@ __aicore__ inline void walk_list(const List& list, const Attention& a, int64_t r
     __gm__ int32_t* slots = list.slots + row * list.pitch + first;
     asc_vf_call<decode_keys>(dim3(kThreads), keys, list.cache, slots, list.page_bytes, list.records, list.kind, count,
                              a.dim);
-    asc_vf_call<score_keys>(dim3(kFewHeads * kFewKeys), weights, ub_at<float>(kQueryUb), keys, slots, heads, count, a.dim,
-                            a.scale);
+    asc_vf_call<score_keys>(dim3(kFewHeads * kFewKeys), weights, ub_at<float>(kQueryUb), keys, slots, heads, count,
+                            a.dim, a.scale);
     asc_vf_call<weigh_keys>(dim3(kFewHeads), weights, state, heads, count, rounded);
     asc_vf_call<add_values>(dim3(kThreads), ub_at<float>(kOutputUb), weights, keys, state, heads, count, a.dim);
   }

@@ -32,8 +32,8 @@ __simd_callee__ inline void philox(vector_u32& c0, vector_u32& c1, vector_u32& c
     asc_xor(c2, high0, c3, all);
     asc_duplicate_scalar(key, key1, all);
     asc_xor(c2, c2, key, all);
-    asc_or(c1, low1, low1, all);
-    asc_or(c3, low0, low0, all);
+    c1 = low1;
+    c3 = low0;
     key0 += 0x9E3779B9u;
     key1 += 0xBB67AE85u;
   }

@@ -9,10 +9,23 @@ from typing import Any
 import pytest
 import torch
 
-from deepinfer.backends.ascend950 import budget, linear, merge, mhc, moves, norm, quant, rope, swiglu
+from deepinfer.backends.ascend950 import (
+    budget,
+    experts,
+    linear,
+    merge,
+    mhc,
+    moves,
+    norm,
+    quant,
+    rope,
+    sampling,
+    swiglu,
+)
 from deepinfer.backends.ascend950.budget import Budget
 from deepinfer.backends.ascend950.launch import Measured, recording
 from deepinfer.ops.formats import QTensor, QuantFormat
+from deepinfer.ops.moe import DispatchHandle
 from deepinfer.ops.quant import quantize
 
 KINDS = {"bf16": torch.bfloat16, "f32": torch.float32}
@@ -56,7 +69,36 @@ def _merge(kind: str) -> None:
     merge.attn_merge(_random(32, 1, 128, 512), _random(32, 1, 128), KINDS[kind])
 
 
+def _filters(top_k: int) -> tuple[torch.Tensor, ...]:
+    return torch.ones(1), torch.full((1,), top_k, dtype=torch.int32), torch.ones(1), torch.zeros(1)
+
+
+def _draw() -> None:
+    one = torch.ones(1, dtype=torch.int32)
+    sampling.sample(_random(1, 12288), *_filters(0), one.long(), one, one)
+
+
+def _rank() -> None:
+    sampling.logprobs_of(_random(1, 64), torch.arange(1024, dtype=torch.int32).remainder(64)[None])
+
+
+def _dispatch(tokens: int, k: int, width: int) -> None:
+    ids = torch.arange(tokens * k).remainder(384).view(tokens, k)
+    experts.ep_dispatch(_random(tokens, width), ids, _random(tokens, k), 384)
+
+
+def _combine() -> None:
+    handle = DispatchHandle(torch.arange(65, dtype=torch.int32)[:, None].repeat(1, 2))
+    experts.ep_combine(_many(8192, kind="f32"), handle, None, torch.float32)
+
+
 FULL_STRETCH: dict[str, Callable[[], Any]] = {
+    "filter_rows": lambda: sampling.process_logits(_random(1, 12288), *_filters(5900)),
+    "draw_rows": _draw,
+    "rank_rows": _rank,
+    "place_choices": lambda: _dispatch(128, 128, 8),  # choices of two stretches
+    "send_rows": lambda: _dispatch(65, 1, 24576),
+    "combine_rows": _combine,
     "norm_rows_f32": lambda: norm.rms_norm_quant(_many(8192, kind="f32"), _random(8192), 1e-6, "nvfp4"),
     "norm_rows_bf16": lambda: norm.rms_norm_quant(_many(8192, kind="bf16"), _random(8192), 1e-6, "nvfp4"),
     "move_rows_kernel": _move,

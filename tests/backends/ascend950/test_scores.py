@@ -142,7 +142,7 @@ def test_neighbours_of_one_sequence_read_its_keys_once() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("kind", ["mxfp4", "f32"])
 def test_memories_are_used_as_planned(kind: str, dtype: torch.dtype) -> None:
-    problem = _problem(256, 32, 128, kind="index" if kind == "mxfp4" else "f32", dtype=dtype)
+    problem = _problem(256, 16, 128, kind="index" if kind == "mxfp4" else "f32", dtype=dtype)
     problem.visible.fill_(432)
     with recording(run=True) as launches:
         problem.paged(432)
