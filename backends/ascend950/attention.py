@@ -12,7 +12,7 @@ from torch import Tensor
 
 from deepinfer.backends.ascend950.launch import CUBE_CORES, VECTOR_CORES, Kernel, program
 from deepinfer.backends.ascend950.registry import implements
-from deepinfer.backends.ascend950.tensors import SHORT, new_like, packed, short
+from deepinfer.backends.ascend950.tensors import RECORD_KIND, SHORT, new_like, packed, short
 from deepinfer.ops import attention as attention_ops
 from deepinfer.ops import kv as kv_ops
 from deepinfer.ops.backend import Dims
@@ -34,8 +34,6 @@ _GATHER: Final[dict[str, Kernel]] = {
     for name in SHORT.values()
 }
 
-_KIND: Final = {"f32": 0, "fp8": 1, "index": 2, "fp4": 3}
-"""Kinds of records as kernels number them (`kernels/records.h`)."""
 _CUBE_DIMS: Final = (64, 128, 256, 512)
 _CUBE_HEADS: Final = 64
 _THREAD_HEADS: Final = 8
@@ -67,7 +65,7 @@ def sparse_attn(
     q = q if q.stride(2) == 1 else q.contiguous()
     lists = _list(window_cache, window_slots), _list(kv_cache, kv_slots)
     kinds = {part["kind"] for part in lists if part["columns"]}
-    if q.dtype == torch.bfloat16 and dim in _CUBE_DIMS and kinds <= {_KIND["fp8"], _KIND["fp4"]}:
+    if q.dtype == torch.bfloat16 and dim in _CUBE_DIMS and kinds <= {RECORD_KIND["fp8"], RECORD_KIND["fp4"]}:
         kernel, cores, heads = _CUBE, CUBE_CORES, _CUBE_HEADS
     else:
         kernel, cores, heads = _THREADS[short(q.dtype)], VECTOR_CORES, _THREAD_HEADS
@@ -104,7 +102,7 @@ def kv_gather(cache: PagedCache, slots: Tensor, dtype: torch.dtype, *, out: Tens
         rows,
         cache.data.stride(0),
         cache.records,
-        _KIND[cache.format.kind],
+        RECORD_KIND[cache.format.kind],
         dim,
     )
     return out
@@ -122,5 +120,5 @@ def _list(cache: PagedCache | None, slots: Tensor | None) -> dict[str, Any]:
         "pitch": slots.stride(0),
         "columns": slots.shape[1],
         "records": cache.records,
-        "kind": _KIND[cache.format.kind],
+        "kind": RECORD_KIND[cache.format.kind],
     }

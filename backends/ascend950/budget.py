@@ -5,9 +5,9 @@
 
 A budget is arithmetic on paper, kept beside the kernels in `budgets/`: bytes of local memories, bytes of global memory
 per unit of work, instructions. No clock has confirmed any of it. Tests compare it with what the twin counts, local
-memories and instructions of many kernels, bytes of few. The roofline of a kernel is the time of whichever is slower, its bytes at the memory's rate or its products
-at the Cube's; the share is that time over the time of the plan's slowest part, vector instructions and second-level
-cache included.
+memories and instructions of many kernels, bytes of few. The roofline of a kernel is the time of whichever is slower,
+its bytes at the memory's rate or its products at the Cube's; the share is that time over the time of the plan's slowest
+part, vector instructions and second-level cache included.
 
 Source: peaks as tabulated publicly for Ascend 950PR and 950DT; one register instruction per cycle and vector core,
 which leaves out that loads, stores and arithmetic can issue together.

@@ -170,7 +170,7 @@ class Kernel:
 
         Raises:
             TwinFault: the twin found a fault; what the kernel wrote until then stays.
-            DeviceError: the text does not compile, or a device refused.
+            DeviceError: the text does not compile, tensors are on several devices, or a device refused.
             TypeError: arguments that are not those of the signature.
         """
         if blocks == 0:
@@ -181,8 +181,8 @@ class Kernel:
         if recorder is not None and not recorder.runs:
             recorder.launches.append(Launch(self, blocks, args, None))
             return
-        device = next((arg.device.type for arg in args if isinstance(arg, Tensor)), "cpu")
-        if device != "cpu":
+        # one tensor of a device among those of the host is the device's to refuse: the twin would follow its address
+        if any(arg.device.type != "cpu" for arg in args if isinstance(arg, Tensor)):
             from deepinfer.backends.ascend950.host.launcher import launch
 
             launch(self, blocks, args)

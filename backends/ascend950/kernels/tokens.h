@@ -21,7 +21,8 @@ __simd_vf__ inline void best_value(__ubuf__ float* x, uint32_t count, int32_t fi
 }
 
 __simd_callee__ inline void draw_lanes(vector_f32& best, vector_s32& best_id, __ubuf__ float* x, int32_t first,
-                                       uint32_t& left, vector_u32& word, float divisor, uint32_t cut_key, int32_t cut_limit) {
+                                       uint32_t& left, vector_u32& word, float divisor, uint32_t cut_key,
+                                       int32_t cut_limit) {
   vector_bool mask = asc_update_mask_b32(left), kept;
   vector_f32 value, noise;
   vector_s32 id;
@@ -43,13 +44,13 @@ __simd_vf__ inline void best_sum(__ubuf__ float* x, uint32_t count, int32_t firs
   if (first > 0) load_best(best, best_id, state);
   uint32_t left = count;
   for (uint32_t at = 0; at < count; at += kQuads) {
-    const int32_t id = first + (int32_t)at;
     vector_u32 w0, w1, w2, w3;
-    words_of_ids(w0, w1, w2, w3, id, seed_low, seed_high, index, purpose, anchor);
-    draw_lanes(best, best_id, x + at, id, left, w0, divisor, cut_key, cut_limit);
-    draw_lanes(best, best_id, x + at + kLanes, id + kLanes, left, w1, divisor, cut_key, cut_limit);
-    draw_lanes(best, best_id, x + at + 2 * kLanes, id + 2 * kLanes, left, w2, divisor, cut_key, cut_limit);
-    draw_lanes(best, best_id, x + at + 3 * kLanes, id + 3 * kLanes, left, w3, divisor, cut_key, cut_limit);
+    words_of_ids(w0, w1, w2, w3, first + (int32_t)at, seed_low, seed_high, index, purpose, anchor);
+    for (uint32_t part = 0; part < 4; ++part) {
+      vector_u32& word = part < 2 ? (part ? w1 : w0) : (part == 2 ? w2 : w3);
+      const uint32_t place = at + part * kLanes;
+      draw_lanes(best, best_id, x + place, first + (int32_t)place, left, word, divisor, cut_key, cut_limit);
+    }
   }
   store_best(state, best, best_id);
 }
@@ -128,10 +129,10 @@ __simd_vf__ inline void judge(float own, float other, int32_t draft, float divis
 
 // Best of ln(p - q) + Gumbel where p > q; and of score + Gumbel, should p exceed q nowhere.
 __simd_callee__ inline void replace_lanes(vector_f32& best, vector_s32& best_id, vector_f32& fallback,
-                                          vector_s32& fallback_id, __ubuf__ float* x, __ubuf__ float* y, int32_t first, uint32_t& left, vector_u32& word, float divisor,
-                                          uint32_t cut_key, int32_t cut_limit, float top, float total,
-                                          uint32_t other_key, int32_t other_limit, float other_top,
-                                          float other_total) {
+                                          vector_s32& fallback_id, __ubuf__ float* x, __ubuf__ float* y, int32_t first,
+                                          uint32_t& left, vector_u32& word, float divisor, uint32_t cut_key,
+                                          int32_t cut_limit, float top, float total, uint32_t other_key,
+                                          int32_t other_limit, float other_top, float other_total) {
   vector_bool mask = asc_update_mask_b32(left), kept, other_kept, more;
   vector_f32 value, other, p, q, noise;
   vector_s32 id;
@@ -165,17 +166,14 @@ __simd_vf__ inline void best_residual(__ubuf__ float* x, __ubuf__ float* y, uint
   }
   uint32_t left = count;
   for (uint32_t at = 0; at < count; at += kQuads) {
-    const int32_t id = first + (int32_t)at;
     vector_u32 w0, w1, w2, w3;
-    words_of_ids(w0, w1, w2, w3, id, seed_low, seed_high, index, purpose, 0);
-    replace_lanes(best, best_id, fallback, fallback_id, x + at, y + at, id, left, w0, divisor, cut_key, cut_limit, top, total, other_key,
-                  other_limit, other_top, other_total);
-    replace_lanes(best, best_id, fallback, fallback_id, x + at + kLanes, y + at + kLanes, id + kLanes, left, w1, divisor, cut_key, cut_limit,
-                  top, total, other_key, other_limit, other_top, other_total);
-    replace_lanes(best, best_id, fallback, fallback_id, x + at + 2 * kLanes, y + at + 2 * kLanes, id + 2 * kLanes, left, w2, divisor, cut_key,
-                  cut_limit, top, total, other_key, other_limit, other_top, other_total);
-    replace_lanes(best, best_id, fallback, fallback_id, x + at + 3 * kLanes, y + at + 3 * kLanes, id + 3 * kLanes, left, w3, divisor, cut_key,
-                  cut_limit, top, total, other_key, other_limit, other_top, other_total);
+    words_of_ids(w0, w1, w2, w3, first + (int32_t)at, seed_low, seed_high, index, purpose, 0);
+    for (uint32_t part = 0; part < 4; ++part) {
+      vector_u32& word = part < 2 ? (part ? w1 : w0) : (part == 2 ? w2 : w3);
+      const uint32_t place = at + part * kLanes;
+      replace_lanes(best, best_id, fallback, fallback_id, x + place, y + place, first + (int32_t)place, left, word,
+                    divisor, cut_key, cut_limit, top, total, other_key, other_limit, other_top, other_total);
+    }
   }
   store_best(state, best, best_id);
   store_best(fallback_state, fallback, fallback_id);

@@ -69,7 +69,7 @@ def _merge(kind: str) -> None:
     merge.attn_merge(_random(32, 1, 128, 512), _random(32, 1, 128), KINDS[kind])
 
 
-def _filters(top_k: int) -> tuple[torch.Tensor, ...]:
+def _filters(top_k: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     return torch.ones(1), torch.full((1,), top_k, dtype=torch.int32), torch.ones(1), torch.zeros(1)
 
 

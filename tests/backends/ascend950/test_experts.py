@@ -105,7 +105,9 @@ def test_other_dtypes_are_refused() -> None:
             "before the write of pipe MTE2",
             id="stored before it is loaded",
         ),
-        pytest.param("row * row_bytes + first", "(row + 1) * row_bytes + first", "past the end of 'rows'", id="one row too far"),
+        pytest.param(
+            "row * row_bytes + first", "(row + 1) * row_bytes + first", "past the end of 'rows'", id="one row too far"
+        ),
     ],
 )
 def test_a_mistake_in_a_copy_is_found(

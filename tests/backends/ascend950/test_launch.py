@@ -47,6 +47,13 @@ def test_arguments_arrive_and_absent_tensors_are_null(program: Program) -> None:
         shift(1, x, y, 9)
 
 
+def test_tensors_of_host_and_device_together_are_refused(program: Program) -> None:
+    shift = program.kernel("shift", "x, y!, n: i64, by: f32")
+    for x, y in (("cpu", "meta"), ("meta", "cpu")):
+        with pytest.raises(DeviceError, match="shift: its tensors are on cpu, meta, not on one device"):
+            shift(1, torch.zeros(3, device=x), torch.zeros(3, device=y), 3, 0.0)
+
+
 def test_regions_are_what_tensors_span(program: Program) -> None:
     shift = program.kernel("shift", "x, y!, n: i64, by: f32")
     memory = torch.zeros(4, 8)

@@ -35,7 +35,7 @@ def _logits(rows: int, ids: int = VOCABULARY, spread: float = 1.0, seed: int = 1
     return torch.randn(rows, ids, generator=torch.Generator().manual_seed(seed)) * spread
 
 
-def _filters(rows: int, temperature: float, top_k: int, top_p: float, min_p: float) -> dict[str, Tensor]:
+def _filters(rows: int, temperature: float, top_k: int, top_p: float, min_p: float) -> dict[str, Any]:
     return {
         "temperature": torch.full((rows,), temperature),
         "top_k": torch.full((rows,), top_k, dtype=torch.int32),
@@ -44,7 +44,7 @@ def _filters(rows: int, temperature: float, top_k: int, top_p: float, min_p: flo
     }
 
 
-def _keys(rows: int) -> dict[str, Tensor]:
+def _keys(rows: int) -> dict[str, Any]:
     index = torch.arange(rows, dtype=torch.int32)
     return {"seeds": 2**62 + 7919 * index.long(), "output_index": index * 1000, "choice": index % 3}
 
@@ -182,7 +182,9 @@ def test_other_dtypes_are_refused() -> None:
         sampling.process_logits(_logits(1, 8).bfloat16(), **_filters(1, 1.0, 0, 1.0, 0.0))
     with pytest.raises(OpArgumentError, match="needs draft_logits"):
         sampling.verify(
-            *(_logits(1, 8), torch.tensor([0, 1]).int(), torch.zeros(1).int()),
+            logits=_logits(1, 8),
+            cu_seqlens=torch.tensor([0, 1]).int(),
+            draft_ids=torch.zeros(1).int(),
             **_filters(1, 1.0, 0, 1.0, 0.0),
             **_keys(1),
             mode="rejection",
