@@ -18,7 +18,8 @@ PREFIX = "DEEPINFER_"
 TRUE = ("1", "true", "yes", "on")
 FALSE = ("0", "false", "no", "off")
 
-_OUR_OTHERS = frozenset({"GOLDEN", "CACHE_DIR", "CONFORMANCE_BACKEND"})  # read where they are used
+_OUR_OTHERS = frozenset({"GOLDEN", "CACHE_DIR", "CONFORMANCE_BACKEND", "TWIN", "TWIN_ORDER", "LOWER"})
+"""No settings of an engine; read where they are used."""
 _FRAMES_UP = 4  # to whoever asked for a configuration
 
 

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from deepinfer import LLM
 from deepinfer.backends.cpu import BACKEND
@@ -100,9 +99,7 @@ def _turned_mixing(run: Run, arguments: dict[str, Any]) -> Any:
 
 
 def _half_records(run: Run, arguments: dict[str, Any]) -> Any:
-    kv: Tensor = arguments["kv"]
-    weight: Tensor = arguments["weight"]
-    return run(**(arguments | {"kv": kv, "weight": weight * 0.5}))
+    return run(**(arguments | {"weight": arguments["weight"] * 0.5}))
 
 
 FAULTS = (

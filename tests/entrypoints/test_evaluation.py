@@ -142,6 +142,21 @@ def test_records_of_another_format_are_asked_for_by_name(checkpoint) -> None:
 
 
 @pytest.mark.usefixtures("one_thread")
+def test_the_result_names_what_it_ran_on(checkpoint) -> None:
+    outcome = command("--model", checkpoint, *RANDOM[2:], "--set", "backend=fake", "--limit", "1")
+    assert outcome.exit_code == 0, outcome.output
+    settings = json.loads(outcome.stdout)["settings"]
+    assert (settings["backend"], settings["dtype"]) == ("fake", "bfloat16")
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_an_evaluation_that_asks_nothing_is_no_success(checkpoint) -> None:
+    outcome = command("--model", checkpoint, "--backend", "cpu", "--task", "pass_key_512", "--max-model-len", "400")
+    assert outcome.exit_code == 2
+    assert "nothing was asked: pass_key_512" in " ".join(outcome.output.split())
+
+
+@pytest.mark.usefixtures("one_thread")
 def test_people_get_tables(checkpoint) -> None:
     outcome = command("--model", checkpoint, *RANDOM[:-1], "--speculation", "coupled", "--show-wrong", "1")
     assert outcome.exit_code == 0, outcome.output

@@ -140,8 +140,9 @@ def test_a_card_takes_the_figures_of_the_engine() -> None:
     card = "# x\n\n## Accuracy on held-out items\n\nold\n\n| task | right |\n\n## Licence\n\nApache-2.0\n"
     drafts = {"accepted_per_block": 4.587, "accepted": [1, 1, 1], "expected_calibration_error": 0.0373}
     tasks = {"copy": {"correct": 9, "total": 10}}
-    fresh = measured_card(card, [{"settings": {}, "tasks": tasks, "speculation": drafts}])
-    assert "| copy | 9 of 10 | cpu |" in fresh and "old" not in fresh
+    evaluation = {"settings": {"backend": "fake", "dtype": "float32"}, "tasks": tasks, "speculation": drafts}
+    fresh = measured_card(card, [evaluation])
+    assert "| copy | 9 of 10 | fake |" in fresh and "in float32, at" in fresh and "old" not in fresh
     assert "4.59 of 3 accepted per block, expected calibration error 0.037" in fresh
     assert fresh.startswith("# x\n\n## Accuracy") and fresh.endswith("\n## Licence\n\nApache-2.0\n")
-    assert measured_card(fresh, [{"settings": {}, "tasks": tasks, "speculation": drafts}]) == fresh
+    assert measured_card(fresh, [evaluation]) == fresh

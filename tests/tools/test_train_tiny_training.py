@@ -46,11 +46,11 @@ def test_a_memorised_batch_loses_its_loss(make_trainer, maker) -> None:
 def test_every_part_learns_when_all_is_on(make_trainer, maker) -> None:
     trainer, batch = make_trainer(everything()), maker(0)
     before = {name: p.detach().clone() for name, p in trainer.store.named()}
-    reports = [trainer.train(batch) for _ in range(3)]
-    text, _, index, draft, _ = (reports[2].values / reports[0].values).tolist()
-    assert text < 0.9 and index < 1 and draft > 0
+    reports = [trainer.train(batch) for _ in range(5)]  # the draft follows a backbone that moves, so it begins late
+    text, _, index, draft, _ = (reports[4].values / reports[0].values).tolist()
+    assert text < 0.9 and index < 0.95 and draft < 0.95
     still = [name for name, p in trainer.store.named() if torch.equal(p, before[name])]
-    # Engram rows that no token met, experts that none chose and gates at exactly even load may stay; whole kinds not.
+    # gates at exactly even load may stay
     assert not [name for name in still if not name.endswith(("gate.bias", "gate.bias_vl"))], still
     assert int(reports[0].counts[2]) > 0 and "draft" in reports[0].line() and "index" in reports[0].line()
 

@@ -2,5 +2,6 @@
 
 The model is DeepSeek-V4.1 with every kind of layer, written for gradients: `model` and `draft` follow the specification
 in plain PyTorch, `rounding` passes gradients through the storage formats, and `export` writes what the engine loads.
-Every batch follows from (seed, step) alone, so a run that stops and resumes gives the weights of one that did not.
+Every batch follows from (seed, step) in one tree under one Python, whose documentation is the natural text; so a run
+that stops and resumes there gives the weights of one that did not.
 """

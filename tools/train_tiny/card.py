@@ -67,9 +67,10 @@ def measured_card(card: str, evaluations: Sequence[Mapping[str, Any]]) -> str:
     behind = rest[rest.index("## Licence") :]
     rows = []
     for evaluation in evaluations:
-        backend = evaluation["settings"].get("backend", "cpu")
+        backend = evaluation["settings"]["backend"]
         for task, score in evaluation["tasks"].items():
             rows.append(f"| {task} | {score['correct']} of {score['total']} | {backend} |")
+    dtypes = " and ".join(sorted({evaluation["settings"]["dtype"] for evaluation in evaluations}))
     drafts = next((e["speculation"] for e in evaluations if e.get("speculation")), None)
     said = ""
     if drafts is not None:
@@ -78,7 +79,7 @@ def measured_card(card: str, evaluations: Sequence[Mapping[str, Any]]) -> str:
             f"calibration error {drafts['expected_calibration_error']:.3f}.\n"
         )
     table = "\n".join(("| task | right | backend |", "| --- | --- | --- |", *rows))
-    text = "Measured by `deepinfer eval` through the engine, in bfloat16, at temperature 0."
+    text = f"Measured by `deepinfer eval` through the engine, in {dtypes}, at temperature 0."
     return f"{before}{_ACCURACY}\n{text}\n\n{table}\n{said}\n{behind}"
 
 

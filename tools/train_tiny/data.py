@@ -1,7 +1,8 @@
 """Batches: documents packed into rows, and for each token how much its successor counts.
 
 Tasks come from the training split of `deepinfer.entrypoints.eval_tasks`, rendered by the project's own chat format.
-A batch follows from (seed, step) alone, so nothing about data needs to be saved for a resume.
+A batch follows from (seed, step) and the text of `corpus`, so nothing about data needs to be saved for a resume in the
+same tree.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ class ResumeError(RuntimeError):
 
 
 class DivergedError(RuntimeError):
-    """A loss is not a number; weights are those before the step."""
+    """A loss is not a number, and so are weights since that step; the last saved state is from before."""
 
 
 @dataclass(frozen=True)

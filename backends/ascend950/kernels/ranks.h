@@ -114,6 +114,7 @@ __aicore__ inline float logprob_of(const Row& row, const Cut& cut, int32_t token
 
 // Results that were collected, out; their places may then be filled again.
 __aicore__ inline void store_group(__gm__ int32_t* numbers, __gm__ float* values, int32_t count) {
+  after_scalar_stores();
   store_row(numbers, ub_at<int32_t>(kAsked), count);
   store_row(values, ub_at<float>(kValues), count);
   asc_sync_notify(PIPE_MTE3, PIPE_S, EVENT_ID0);

@@ -25,6 +25,12 @@ __aicore__ inline void store_row(__gm__ T* to, __ubuf__ T* from, uint32_t count)
   asc_copy_ub2gm_align(to, from, 1, count * sizeof(T), asc_store_l2_cache_mode::NORMAL_FIRST_VICTIM, 0, 0);
 }
 
+// Orders copies out behind what scalar code stored in the unified buffer.
+__aicore__ inline void after_scalar_stores() {
+  asc_sync_notify(PIPE_S, PIPE_MTE3, EVENT_ID0);
+  asc_sync_wait(PIPE_S, PIPE_MTE3, EVENT_ID0);
+}
+
 // 64 elements from `from` as float32; those past the mask of a later operation may be anything.
 __simd_callee__ inline void load_floats(vector_f32& to, __ubuf__ float* from) { asc_loadalign(to, from); }
 __simd_callee__ inline void load_floats(vector_f32& to, __ubuf__ bfloat16_t* from) {

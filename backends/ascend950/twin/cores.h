@@ -88,7 +88,9 @@ struct Core {
   // What the scalar pipe knows when it issues an instruction, the instruction's pipe knows.
   TWIN_UNWATCHED Clock& at(int slot) {
     if (scalar_seen[slot] != scalar_version && slot != 0) {
+      const uint32_t own = clock[slot].at[thread(0)];  // what scalar code stored needs a flag of its own
       clock[slot].join(clock[0]);
+      clock[slot].at[thread(0)] = own;
       scalar_seen[slot] = scalar_version;
     }
     return clock[slot];

@@ -19,6 +19,7 @@ NEIGHBOURS = PROGRAM.kernel("neighbours", "x, y!, width: i32, seed: i32")
 THREADS = PROGRAM.kernel("threads", "x, y!, n: i32, seed: i32")
 CORES = PROGRAM.kernel("cores", "x, y!, width: i32, seed: i32", core="mix")
 MEETING = PROGRAM.kernel("meeting", "x, y!, z!, width: i32, seed: i32", together=True)
+COUNTED = PROGRAM.kernel("counted", "y!, n: i32, seed: i32")
 APART = Program(PROGRAM.path)
 MEETING_APART = APART.kernel("meeting", "x, y!, z!, width: i32, seed: i32")
 
@@ -180,3 +181,10 @@ def test_a_launch_after_a_fault_starts_afresh() -> None:
     _caught("flag", "is set again", _pipeline, 25)
     x, y = _pipeline(0)
     assert torch.equal(y, x + 1)
+
+
+def test_a_copy_waits_for_what_scalar_code_stored() -> None:
+    y = torch.full((9,), -1, dtype=torch.int32)
+    COUNTED(1, y, 9, 0)
+    assert torch.equal(y, torch.arange(9, dtype=torch.int32))
+    _caught("race", "pipe S", COUNTED, 1, y, 9, 1)
