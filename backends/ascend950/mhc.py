@@ -188,7 +188,7 @@ def mhc_expand(x: Tensor, streams: int, *, out: tuple[Tensor, Tensor] | None = N
     return h, pre
 
 
-@implements(mhc_ops.mhc_step, sources=_STEP_SOURCES, when=_known_streams)
+@implements(mhc_ops.mhc_step, sources=_STEP_SOURCES, when=_known_streams, capturable=False)
 def mhc_step(
     y: Tensor,
     h: Tensor,

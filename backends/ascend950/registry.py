@@ -47,11 +47,8 @@ def implements(
     *,
     sources: tuple[str, ...],
     when: Callable[[Dims], bool] = _always,
-    priority: int = 0,
-    batch_invariant: bool = True,
     capturable: bool = True,
     scratch: Callable[[Dims, BindContext], int] | None = None,
-    interpreted: bool = True,
 ) -> Callable[[F], F]:
     """Register a function `f(*the op's arguments, out=None)` that launches kernels.
 
@@ -59,11 +56,8 @@ def implements(
         op: the contract.
         sources: kernel files of this folder, such as "kernels/norm.asc"; headers and the twin are counted anyway.
         when: predicate over static dimensions.
-        priority: the highest wins.
-        batch_invariant: False for a faster form without row invariance.
         capturable: False where a run needs the host.
         scratch: bytes that a run needs between its launches; the function then takes `scratch` too.
-        interpreted: False for what only a device runs.
     """
 
     def wrap(function: F) -> F:
@@ -77,11 +71,8 @@ def implements(
                 f"{BACKEND.name}.{function.__name__}",
                 bind,
                 when,
-                priority,
-                batch_invariant,
                 module=function.__module__,
                 sources=BACKEND.sources + sources,
-                interpreted=interpreted,
             )
         )
         return function

@@ -13,7 +13,7 @@ from deepinfer.backends.ascend950.registry import implements
 from deepinfer.backends.ascend950.tensors import new_like, packed, short
 from deepinfer.ops import index as index_ops
 from deepinfer.ops import rope as rope_ops
-from deepinfer.ops.backend import Dims
+from deepinfer.ops.backend import BindContext, Dims
 from deepinfer.ops.formats import QTensor, QuantFormat
 
 _SOURCES: Final = (*SOURCES, "rope.py", "kernels/generated/rope.asc")
@@ -89,7 +89,12 @@ def o_rope(o: Tensor, positions: Tensor, cos_sin: Tensor, num_groups: int, *, ou
     return _rotate(o, positions, cos_sin, True, out)
 
 
-@implements(index_ops.index_q_quant, sources=_WITH_NORM, when=_fits)
+def _turned_bytes(dims: Dims, ctx: BindContext) -> int:
+    """Of the rotated heads between two launches; none where nothing is quantised."""
+    return 0 if dims["fmt"] == "f32" else 4 * ctx.max_tokens * int(dims["heads"]) * int(dims["dim"])
+
+
+@implements(index_ops.index_q_quant, sources=_WITH_NORM, when=_fits, scratch=_turned_bytes)
 def index_q_quant(
     q: Tensor,
     positions: Tensor,
@@ -97,11 +102,16 @@ def index_q_quant(
     fmt: QuantFormat | None,
     *,
     out: Tensor | QTensor | None = None,
+    scratch: Tensor | None = None,
 ) -> Tensor | QTensor:
     """The rotation, and a launch of the quantiser over each head."""
     if fmt is None:
         plain = out if isinstance(out, Tensor) else None
         return _rotate(q, positions, cos_sin, False, new_like(plain, tuple(q.shape), q.dtype, q.device))
-    turned = torch.empty(tuple(q.shape), dtype=q.dtype, device=q.device)
+    size = q.numel() * q.element_size()
+    if scratch is not None and size <= scratch.numel():
+        turned = scratch[:size].view(q.dtype).view(q.shape)
+    else:  # more rows than the plan was bound for, as when it is called on its own
+        turned = torch.empty(tuple(q.shape), dtype=q.dtype, device=q.device)
     _rotate(q, positions, cos_sin, False, turned)
     return quantize(turned, fmt, out=out if isinstance(out, QTensor) else None)

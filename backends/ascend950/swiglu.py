@@ -12,6 +12,7 @@ from deepinfer.backends.ascend950.norm import quantize
 from deepinfer.backends.ascend950.registry import implements
 from deepinfer.backends.ascend950.tensors import new_codes, new_like, packed, rows_of, short
 from deepinfer.ops import moe as moe_ops
+from deepinfer.ops.backend import Dims
 from deepinfer.ops.formats import QTensor, QuantFormat
 
 _SOURCES: Final = (*SOURCES, "swiglu.py", "norm.py", "kernels/norm.asc", "kernels/generated/swiglu.asc")
@@ -41,7 +42,11 @@ def _launch(gate: Tensor, up: Tensor, limit: float, weight: Tensor | None, out: 
     )
 
 
-@implements(moe_ops.swiglu_quant, sources=_SOURCES)
+def _is_one_launch(dims: Dims) -> bool:
+    return dims["fmt"] in ("plain", "mxfp8")
+
+
+@implements(moe_ops.swiglu_quant, sources=_SOURCES, when=_is_one_launch)
 def swiglu_quant(
     gate: Tensor,
     up: Tensor,
@@ -51,16 +56,27 @@ def swiglu_quant(
     *,
     out: Tensor | QTensor | None = None,
 ) -> Tensor | QTensor:
-    """One launch to plain values or mxfp8; four-bit formats take a float32 result between two launches."""
+    """One launch to plain values or mxfp8."""
     if fmt is None:
         plain = new_like(out if isinstance(out, Tensor) else None, tuple(gate.shape), gate.dtype, gate.device)
         _launch(gate, up, limit, row_weight, plain, None)
         return plain
-    given = out if isinstance(out, QTensor) else None
-    if fmt == "mxfp8":
-        codes = new_codes(given, tuple(gate.shape), fmt, gate.device)
-        _launch(gate, up, limit, row_weight, codes.data, codes.scale)
-        return codes
+    codes = new_codes(out if isinstance(out, QTensor) else None, tuple(gate.shape), fmt, gate.device)
+    _launch(gate, up, limit, row_weight, codes.data, codes.scale)
+    return codes
+
+
+@implements(moe_ops.swiglu_quant, sources=_SOURCES, when=lambda dims: not _is_one_launch(dims), capturable=False)
+def swiglu_then_quant(
+    gate: Tensor,
+    up: Tensor,
+    limit: float,
+    row_weight: Tensor | None,
+    fmt: QuantFormat,
+    *,
+    out: QTensor | None = None,
+) -> QTensor:
+    """Four-bit formats: a float32 result between two launches."""
     wide = torch.empty(tuple(gate.shape), dtype=torch.float32, device=gate.device)
     _launch(gate, up, limit, row_weight, wide, None)
-    return quantize(wide, fmt, out=given)
+    return quantize(wide, fmt, out=out)
