@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from deepinfer import LLM
+from deepinfer import LLM, SamplingParams
 from deepinfer.entrypoints.eval_tasks import SUITES
 from deepinfer.entrypoints.evaluation import Evaluation, chosen_tasks, evaluate
 
@@ -84,10 +84,11 @@ def test_the_answers_of_the_demo_are_right(tiny, repository) -> None:
         "pass-key": "86126",
     }
     assert [request["custom_id"] for request in requests] == list(right)
+    exact = SamplingParams(temperature=0, max_tokens=128)
     with LLM(str(tiny), backend="cpu", max_model_len=2048) as llm:
         for request in requests:
             prompt = llm.prompts.read_chat(request["body"])
-            (output,) = llm.generate([{"prompt_token_ids": prompt.token_ids}], {"temperature": 0, "max_tokens": 128})
+            (output,) = llm.generate([{"prompt_token_ids": prompt.token_ids}], exact)
             message = llm.prompts.read_answer(prompt, output.outputs[0])
             assert message.content == right[request["custom_id"]], request["custom_id"]
             if request["custom_id"] == "tool-call":
