@@ -105,7 +105,7 @@ BUDGETS: Final = (
         macs=2 * _HEADS * _DIM * (_WINDOW + _TOPK),
         cube_waits=512,
         note="queries of the next row load while the Cube adds the last values of this one; the traffic from L1 to L0, "
-        "200 KB a tile, has no public rate and is not counted",
+        "200 KB a tile, has no public rate and is not counted; an exponential counts as one instruction",
     ),
     *(_by_threads(kind, size) for kind, size in (("f32", 4), ("bf16", 2))),
     *(_gather(kind, size) for kind, size in (("f32", 4), ("bf16", 2))),
