@@ -20,7 +20,8 @@ text = source.read_text(encoding="utf-8")
 if "mistake" in text:
     sys.exit(f"{source}:1:1: error: unknown word 'mistake'")
 sections = []
-for cores, name in re.findall(r"__global__\s+__(vector|cube|mix)__(?:\([^)]*\))?\s+void\s+(\w+)", text):
+kernels = re.findall(r"__global__\s+__(vector|cube|mix)__(?:\([^)]*\))?\s+void\s+(\w+)", text)
+for cores, name in dict.fromkeys(kernels):  # macros that make kernels are counted by the name of their parameter
     for suffix in ("_mix_aic", "_mix_aiv") if cores == "mix" else ("",):
         place = f"{name}{suffix}"
         sections.append(f'const int meta_{place} __attribute__((used, section(".ascend.meta.{place}"))) = 1;')

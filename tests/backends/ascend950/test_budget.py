@@ -104,7 +104,9 @@ FULL_STRETCH: dict[str, Callable[[], Any]] = {
     "move_rows_kernel": _move,
     "widen_rows_kernel": lambda: _cast("bf16", "f32"),
     "narrow_rows_kernel": lambda: _cast("f32", "bf16"),
-    "swiglu_bf16_f32_kernel": lambda: _swiglu("bf16", "mxfp4"),
+    "swiglu_bf16_f32_kernel": lambda: swiglu.swiglu_then_quant(
+        _many(4096, kind="bf16"), _many(4096, kind="bf16"), 10.0, None, "mxfp4"
+    ),
     "swiglu_bf16_bf16_kernel": lambda: _swiglu("bf16", None),
     "swiglu_f32_f32_kernel": lambda: _swiglu("f32", None),
     **{f"rope_{kind}_kernel": lambda kind=kind: _rotate(kind) for kind in KINDS},
