@@ -101,7 +101,9 @@ def _conformance(
     target = find_emulated(name) if emulate else find_backend(name)
     if write_proof and needs_real_cases(target) and not real:
         raise OpArgumentError("--write-proof on an accelerator needs the cases with the model's shapes: add --real")
-    session = open_session(target, level=level, ops=op, case=case, real=real, folder=folder, listener=listener)
+    session = open_session(
+        target, level=level, ops=op, case=case, real=real, emulated=emulate, folder=folder, listener=listener
+    )
     report = run_suite(session, excuses)
     print_report(report, console)
     if folder is not None:
@@ -120,6 +122,7 @@ def _verify(name: str, op: str) -> int:
 
     from deepinfer.conformance.selfcheck import gate_for, verify_implementation
     from deepinfer.conformance.subject import open_runtime
+    from deepinfer.ops.errors import OpArgumentError
     from deepinfer.ops.proof import proof_level
     from deepinfer.ops.registry import find_backend
 
@@ -128,10 +131,11 @@ def _verify(name: str, op: str) -> int:
     runtime = open_runtime(backend)
     gate = gate_for(runtime)
     gate.check = lambda implementation, seconds: verify_implementation(implementation, runtime)
+    chosen = [i for i in backend.implementations if fnmatch.fnmatchcase(i.op.name, op)]
+    if not chosen:
+        raise OpArgumentError(f"no kernel of backend {backend.name!r} implements an op that fits --op {op!r}")
     failed = 0
-    for implementation in sorted(backend.implementations, key=lambda i: (i.op.name, i.name)):
-        if not fnmatch.fnmatchcase(implementation.op.name, op):
-            continue
+    for implementation in sorted(chosen, key=lambda i: (i.op.name, i.name)):
         verdict = gate.verify(implementation)
         failed += not verdict.passed
         word = "[green]passes[/]" if verdict.passed else "[bold red]fails[/]"

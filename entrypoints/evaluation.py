@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields, replace
 from hashlib import blake2s
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -61,7 +61,7 @@ class Evaluation:
     Attributes:
         model: the checkpoint folder.
         suite: its name.
-        settings: engine settings that were given, and the backend and dtype that were used.
+        settings: engine settings other than the defaults, and the backend and dtype that were used.
         tasks: scores by task.
         skipped: tasks whose items are longer than the model takes, and why.
         digest: of all answers' token ids in order; equal for equal tokens.
@@ -140,16 +140,16 @@ class EvalCommand:
         specs = chosen_tasks(self.suite, self.tasks)
         settings = parse_settings(self.settings_by_name) | self.settings
         model = self.model or settings.pop("model", "")
-        if settings.get("speculation", "off") != "off":
-            settings.setdefault("draft_schedule", "fixed")  # a schedule would leave places unverified, and unmeasured
         config = EngineConfig.load(model, config=self.config, **settings)
+        if config.speculation != "off" and "draft_schedule" not in settings:
+            config = replace(config, draft_schedule="fixed")  # a schedule would leave places unverified, and unmeasured
         if not config.model:
             raise ConfigError("no model: give --model DIR, or set DEEPINFER_MODEL")
         from deepinfer.entrypoints.llm import LLM
 
         with LLM(config=config) as llm:
             used = {"backend": find_backend(config.backend).name, "dtype": config.dtype}
-            result = Evaluation(config.model, self.suite, settings | used)
+            result = Evaluation(config.model, self.suite, _changed(config) | used)
             evaluate(llm, specs, result, limit=self.limit, keep_wrong=self.show_wrong, progress=not self.as_json)
         if not result.tasks:
             reasons = "; ".join(f"{name}: {why}" for name, why in result.skipped.items())
@@ -214,7 +214,8 @@ def evaluate(
     wanted = 0 if logprobs else None
     params = [SamplingParams(temperature=0.0, max_tokens=specs[name].max_tokens, logprobs=wanted) for name, _ in items]
     start = time.monotonic()
-    outputs = llm.generate([{"prompt_token_ids": p.token_ids} for p in prepared], params, progress=progress)
+    prompts = [{"prompt_token_ids": p.token_ids} for p in prepared]
+    outputs = llm.generate(prompts, params, progress=progress and bool(prompts))
     result.seconds = time.monotonic() - start
     digest = blake2s(digest_size=16)
     for (name, item), prompt, output in zip(items, prepared, outputs, strict=True):
@@ -241,6 +242,13 @@ def evaluate(
     result.digest = digest.hexdigest()
     stats = llm.stats.speculation
     result.speculation = None if stats is None else _speculation(stats)
+
+
+def _changed(config: EngineConfig) -> dict[str, Any]:
+    """Settings other than their defaults, wherever they were given."""
+    return {
+        f.name: value for f in fields(config) if f.name != "model" and (value := getattr(config, f.name)) != f.default
+    }
 
 
 def _right(item: Item) -> str:

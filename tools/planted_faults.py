@@ -17,6 +17,7 @@ import torch
 
 from deepinfer import LLM
 from deepinfer.backends.cpu import BACKEND
+from deepinfer.core.errors import ConfigError, DeepInferError
 from deepinfer.entrypoints.evaluation import Evaluation, chosen_tasks, evaluate
 from deepinfer.ops.backend import BindContext, Dims, Implementation, Plan
 
@@ -173,41 +174,57 @@ def ask(model: str, fault: PlantedFault, limit: int, tasks: Sequence[str] = TASK
     """The tasks' scores and answers under a fault.
 
     Raises:
+        ConfigError: the checkpoint cannot be used, or takes fewer tokens than the tasks have.
         RuntimeError: no step ran the op.
     """
     with planted(fault) as runs, LLM(model, backend="cpu", max_model_len=1024, **fault.settings, **settings) as llm:
         result = Evaluation(model, "tiny", {})
         evaluate(llm, chosen_tasks("tiny", tasks), result, limit=limit, logprobs=True)
+    if result.skipped:
+        reasons = "; ".join(f"{name}: {why}" for name, why in result.skipped.items())
+        raise ConfigError(f"{model}: not every task can be asked: {reasons}")
     if fault.op and not runs[0]:
         raise RuntimeError(f"no step ran {fault.op}, so the fault was not planted")
     return result
 
 
 def differences(sound: Evaluation, faulty: Evaluation) -> tuple[int, float]:
-    """Answers with other tokens, and the mean change of an answer's log probability; both 0 for the same bits."""
+    """Answers with other tokens, and the mean change of an answer's log probability; both 0 for the same bits.
+
+    The change is NaN where no answer was served by both.
+    """
     answers = sum(one != other for one, other in zip(sound.answers, faulty.answers, strict=True))
     pairs = zip(sound.logprobs, faulty.logprobs, strict=True)
     changes = [abs(one - other) for one, other in pairs if one is not None and other is not None]
-    return answers, sum(changes) / len(changes)
+    return answers, sum(changes) / len(changes) if changes else float("nan")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the table."""
+    """Print the table; the exit status: 0, or 2 where the model cannot be asked."""
     parser = argparse.ArgumentParser(prog="python -m tools.planted_faults", description="What faults do to answers.")
     parser.add_argument("model", help="checkpoint folder")
     parser.add_argument("--limit", type=int, default=40, help="items of each task")
     options = parser.parse_args(arguments)
+    if options.limit < 1:
+        parser.error(f"--limit must be at least 1, got {options.limit}")
+    try:
+        _print_table(options.model, options.limit)
+    except (DeepInferError, ValueError, OSError) as error:  # what may be wrong with a checkpoint folder
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _print_table(model: str, limit: int) -> None:
+    sound = ask(model, FAULTS[0], limit)
     print("| fault | " + " | ".join(TASKS) + " | other answers | change of log probabilities |")
     print("| --- |" + " --- |" * (len(TASKS) + 2))
-    sound = None
     for fault in FAULTS:
-        result = ask(options.model, fault, options.limit)
-        sound = sound or result
+        result = ask(model, fault, limit) if fault.op or fault.settings else sound
         shares = [f"{100 * result.tasks[task].accuracy:.0f} %" for task in TASKS]
         answers, change = differences(sound, result)
         cells = [fault.name, *shares, f"{answers} of {len(sound.answers)}", f"{change:.2g}"]
         print(f"| {' | '.join(cells)} |", flush=True)
-    return 0
 
 
 if __name__ == "__main__":

@@ -17,9 +17,16 @@ def emulate() -> TwinRuntime:
     """The runtime whose tensors kernels run on in the twin.
 
     Raises:
-        BackendUnavailableError: there is no C++ compiler.
+        BackendUnavailableError: there is no C++ compiler, or a variable of the twin has a value that it does not know.
+        DeviceError: `CXX` is no command line, or there is no place for compiled kernels.
     """
     missing = twin_build.missing_compiler()
     if missing:
         raise BackendUnavailableError(missing)
+    try:
+        twin_build.mode()
+        twin_build.runs_backwards()
+    except ValueError as error:
+        raise BackendUnavailableError(str(error)) from error
+    twin_build.made_cache_folder()
     return TwinRuntime()

@@ -52,10 +52,22 @@ def mode() -> str:
     Raises:
         ValueError: another word.
     """
-    named = os.environ.get("DEEPINFER_TWIN", "checked")
+    named = os.environ.get("DEEPINFER_TWIN") or "checked"
     if named not in ("checked", "fast"):
         raise ValueError(f"DEEPINFER_TWIN={named!r}: 'checked' or 'fast'")
     return named
+
+
+def runs_backwards() -> bool:
+    """Whether the twin runs the last block first (`DEEPINFER_TWIN_ORDER`).
+
+    Raises:
+        ValueError: another word.
+    """
+    named = os.environ.get("DEEPINFER_TWIN_ORDER") or "forwards"
+    if named not in ("forwards", "backwards"):
+        raise ValueError(f"DEEPINFER_TWIN_ORDER={named!r}: 'forwards' or 'backwards'")
+    return named == "backwards"
 
 
 def missing_compiler() -> str | None:
@@ -69,8 +81,24 @@ def missing_compiler() -> str | None:
 def cache_folder() -> Path:
     """Where libraries are kept: `DEEPINFER_CACHE_DIR`, else the user's cache folder."""
     named = os.environ.get("DEEPINFER_CACHE_DIR")
-    base = Path(named) if named else Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "deepinfer"
+    base = Path(named) if named else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "deepinfer"
     return base / "twin"
+
+
+def made_cache_folder() -> Path:
+    """`cache_folder`, made where it is not there.
+
+    Raises:
+        DeviceError: it cannot be made.
+    """
+    folder = cache_folder()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DeviceError(
+            f"no place for the kernels that are compiled for the twin: {error}; name a folder by DEEPINFER_CACHE_DIR"
+        ) from error
+    return folder
 
 
 def library(source: Path, entries: Sequence[str], checks: str) -> ctypes.CDLL:
@@ -99,8 +127,7 @@ def _text(source: Path, entries: Sequence[str]) -> str:
 
 
 def _compile(text: str, source: Path, flags: Sequence[str], target: Path) -> None:
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+    with tempfile.TemporaryDirectory(dir=made_cache_folder()) as folder:
         unit, part, whole = (Path(folder) / name for name in ("unit.cpp", "unit.o", "unit.so"))
         unit.write_text(text)
         includes = (f"-I{INCLUDE}", f"-I{KERNELS}", f"-I{source.parent}")
@@ -118,12 +145,20 @@ def _run(command: Sequence[str], source: Path) -> None:
 
 
 def _compiler() -> tuple[str, ...]:
-    return tuple(shlex.split(os.environ.get("CXX", "g++")))
+    named = os.environ.get("CXX", "")
+    try:
+        return tuple(shlex.split(named)) or ("g++",)
+    except ValueError as error:
+        raise DeviceError(f"CXX={named!r} is no command line: {error}") from error
 
 
 @functools.cache
 def _compiler_version() -> str:
-    return subprocess.run((*_compiler(), "--version"), capture_output=True, text=True, check=True).stdout
+    done = subprocess.run((*_compiler(), "--version"), capture_output=True, text=True, check=False)
+    if done.returncode:
+        command = shlex.join(_compiler())
+        raise DeviceError(f"{command} --version ends with status {done.returncode}; CXX names another compiler")
+    return done.stdout
 
 
 @functools.cache

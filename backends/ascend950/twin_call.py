@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import ctypes
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from torch import Tensor
 
+from deepinfer.backends.ascend950 import twin_build
 from deepinfer.ops.errors import DeviceError
 
 if TYPE_CHECKING:
@@ -141,7 +141,7 @@ def run_in_twin(kernel: Kernel, blocks: int, args: Sequence[Any], *, measure: bo
         cube=int(kernel.core != "vector"),
         vectors={"vector": 1, "cube": 0, "mix": 2}[kernel.core],
         together=int(kernel.together),
-        backwards=int(os.environ.get("DEEPINFER_TWIN_ORDER") == "backwards"),
+        backwards=int(twin_build.runs_backwards()),
         zero_is_ub=int(kernel.program.zero_is_ub),
     )
     places = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))

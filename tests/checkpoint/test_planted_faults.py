@@ -2,7 +2,7 @@
 
 import pytest
 
-from tools.planted_faults import FAULTS, ask, differences
+from tools.planted_faults import FAULTS, ask, differences, main
 
 SAMPLE = ("copy", "add", "tool_call", "pass_key_512")
 NAMED = {fault.name: fault for fault in FAULTS}
@@ -36,3 +36,11 @@ def test_a_fault_gives_wrong_answers(tiny, sound, name) -> None:
 @pytest.mark.parametrize("name", [name for name in NAMED if name.startswith("dropped rounding")])
 def test_dropped_rounding_changes_log_probabilities(tiny, sound, name) -> None:
     assert differences(sound, ask(str(tiny), NAMED[name], 4, SAMPLE))[1] > 1e-6
+
+
+def test_a_model_that_cannot_be_asked_is_named(tmp_path, capsys) -> None:
+    assert main([str(tmp_path / "none")]) == 2
+    assert "none' is no folder" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        main([str(tmp_path), "--limit", "0"])
+    assert "--limit must be at least 1, got 0" in capsys.readouterr().err

@@ -84,11 +84,10 @@ def _failures(report: Report) -> str:
     parts = ["<h2>What is wrong</h2>"]
     parts += [f'<p class="bad">{escape(problem)}</p>' for problem in report.problems]
     for result in bad:
-        again = f"deepinfer conformance --backend {report.backend} --case '{result.failure_file or result.name}'"
         parts.append(
             f'<p><b class="bad">{escape(result.name)}</b> '
             f'<span class="soft">on {escape(result.implementation)}</span></p>'
-            f"<pre>{escape(result.detail)}\n\n$ {escape(again)}</pre>"
+            f"<pre>{escape(result.detail)}\n\n$ {escape(report.again(result))}</pre>"
         )
     return "".join(parts)
 

@@ -54,10 +54,7 @@ def print_report(report: Report, console: Console) -> None:
         if result.status in ("fail", "unexpected pass"):
             console.print(f"[bold red]{result.status}[/] {result.name} on {result.implementation}", highlight=False)
             console.print(f"  {result.detail}", style="dim", highlight=False, markup=False)
-            again = result.failure_file or result.name
-            console.print(
-                f"  again: deepinfer conformance --backend {report.backend} --case '{again}'", highlight=False
-            )
+            console.print(f"  again: {report.again(result)}", highlight=False, markup=False, soft_wrap=True)
     for problem in report.problems:
         console.print(f"[bold red]problem[/] {problem}", highlight=False)
     console.print(summary(report), highlight=False)

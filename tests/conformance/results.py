@@ -85,6 +85,7 @@ class Report:
         backend: name.
         contract: version of the op contract.
         level: highest level asked for.
+        emulated: kernels were interpreted on the host.
         device: what the runtime says it runs on.
         versions: facts about software.
         results: all cases.
@@ -100,6 +101,7 @@ class Report:
     results: list[CaseResult] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     seconds: float = 0.0
+    emulated: bool = False
 
     @property
     def ok(self) -> bool:
@@ -109,6 +111,13 @@ class Report:
     def count(self, *statuses: Status) -> int:
         """Cases with one of these outcomes."""
         return sum(r.status in statuses for r in self.results)
+
+    def again(self, result: CaseResult) -> str:
+        """The command that runs one of its cases again, alone."""
+        emulate = " --emulate" if self.emulated else ""
+        level = f" --level {result.level}" if result.level > 1 and not result.failure_file else ""
+        case = result.failure_file or result.name
+        return f"deepinfer conformance --backend {self.backend}{emulate}{level} --case '{case}'"
 
     def by_op(self) -> dict[str, list[CaseResult]]:
         """Results of each op, in the order they came."""

@@ -37,6 +37,7 @@ class Session:
         ops: glob over op names.
         case: run this one alone: `op/case`, a case's name (a glob), or a file of `failures`.
         real: also cases with the model's own shapes.
+        emulated: the backend is in its emulated form.
         batch_invariant: False for the forms that are chosen only without it, whose rows are not held to it.
         folder: where reports and failing cases go; None for nowhere.
         listener: told of every result.
@@ -48,6 +49,7 @@ class Session:
     ops: str = "*"
     case: str = ""
     real: bool = False
+    emulated: bool = False
     batch_invariant: bool = True
     folder: Path | None = None
     listener: Listener | None = None
@@ -99,6 +101,7 @@ def run_suite(session: Session, waivers: Sequence[Waiver] = (), today: datetime.
         device=describe_device(session.runtime),
         versions=versions(),
         results=session.results,
+        emulated=session.emulated,
     )
     if session.case and Path(session.case).is_file():
         session.add(run_made(session, load_failure(Path(session.case))))

@@ -334,3 +334,14 @@ def test_an_op_of_one_file_is_all_the_suite_needs() -> None:
         from deepinfer.ops import spec
 
         spec._DEFINED.pop("doubled_for_the_test")
+
+
+def test_a_case_can_be_run_again_as_it_was_run() -> None:
+    result = case_result("heads", False)
+    assert report_of(result).again(result) == "deepinfer conformance --backend b --case 'rms_norm/heads'"
+    layer = CaseResult(2, "layers", "full", "b.x", True)
+    emulated = report_of(layer)
+    emulated.emulated = True
+    assert emulated.again(layer) == "deepinfer conformance --backend b --emulate --level 2 --case 'layers/full'"
+    layer.failure_file = "report/failures/x.pt"
+    assert emulated.again(layer).endswith("--emulate --case 'report/failures/x.pt'")

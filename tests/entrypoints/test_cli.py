@@ -195,6 +195,12 @@ def test_backends_are_listed_with_reasons(cli, monkeypatch) -> None:
     assert result.exit_code == 2 and "error: entry point x failed" in result.stderr
 
 
+def test_verify_of_no_kernel_is_no_success(cli) -> None:
+    result = cli("verify", "--backend", "cpu", "--op", "no_such_op")
+    assert result.exit_code == 2
+    assert "no kernel of backend 'cpu' implements an op that fits --op 'no_such_op'" in result.stderr
+
+
 def test_make_tiny_spares_full_folders_and_inspect_reads_what_it_wrote(cli, tmp_path) -> None:
     folder = tmp_path / "tiny"
     assert cli("make-tiny", folder, "--seed", 3, "--no-quant").exit_code == 0

@@ -150,6 +150,20 @@ def test_the_result_names_what_it_ran_on(checkpoint) -> None:
 
 
 @pytest.mark.usefixtures("one_thread")
+def test_the_result_names_settings_of_a_file_as_it_does_options(checkpoint, tmp_path) -> None:
+    (tmp_path / "engine.toml").write_text('replay = "decoder"\nmax_num_batched_tokens = 64\nspeculation = "coupled"\n')
+    config = str(tmp_path / "engine.toml")
+    outcome = command("--model", checkpoint, *RANDOM, "--config", config, "--speculation", "off", "--limit", "1")
+    assert outcome.exit_code == 0, outcome.output
+    settings = json.loads(outcome.stdout)["settings"]
+    assert settings["replay"] == "decoder" and settings["max_num_batched_tokens"] == 64
+    assert "speculation" not in settings and "model" not in settings
+    outcome = command("--model", checkpoint, *RANDOM, "--config", config, "--limit", "1")
+    settings = json.loads(outcome.stdout)["settings"]
+    assert settings["speculation"] == "coupled" and settings["draft_schedule"] == "fixed"
+
+
+@pytest.mark.usefixtures("one_thread")
 def test_an_evaluation_that_asks_nothing_is_no_success(checkpoint) -> None:
     outcome = command("--model", checkpoint, "--backend", "cpu", "--task", "pass_key_512", "--max-model-len", "400")
     assert outcome.exit_code == 2

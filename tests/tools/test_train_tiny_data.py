@@ -146,3 +146,27 @@ def test_a_card_takes_the_figures_of_the_engine() -> None:
     assert "4.59 of 3 accepted per block, expected calibration error 0.037" in fresh
     assert fresh.startswith("# x\n\n## Accuracy") and fresh.endswith("\n## Licence\n\nApache-2.0\n")
     assert measured_card(fresh, [evaluation]) == fresh
+
+
+def test_a_card_that_cannot_be_filled_in_stays_as_it_was(tmp_path, capsys) -> None:
+    from tools.train_tiny.card import main
+
+    card, evaluation = tmp_path / "README.md", tmp_path / "evaluation.json"
+
+    def refused(text: str, reason: str) -> None:
+        evaluation.write_text(text)
+        before = card.read_text()
+        assert main([str(tmp_path), str(evaluation)]) == 2
+        assert reason in capsys.readouterr().err
+        assert card.read_text() == before
+
+    card.write_text("# x\n\n## Accuracy on held-out items\n\nold\n\n## Licence\n\nApache-2.0\n")
+    refused("nothing", "is no JSON")
+    refused("[1]", "lacks settings, tasks")
+    refused('{"settings": {}, "tasks": {}}', "lacks settings.backend, settings.dtype")
+    whole = '{"settings": {"backend": "cpu", "dtype": "float32"}, "tasks": {"add": %s}}'
+    refused(whole % "{}", "lacks 'correct'")
+    assert main([str(tmp_path), str(tmp_path / "none.json")]) == 2 and "none.json" in capsys.readouterr().err
+    assert main([str(tmp_path)]) == 2 and "EVALUATION.json" in capsys.readouterr().err
+    card.write_text("# x\n\n## Accuracy on held-out items\n")
+    refused(whole % '{"correct": 1, "total": 2}', "no section '## Licence'")

@@ -228,3 +228,19 @@ def test_the_command_trains_stops_resumes_and_exports(run_folder, tmp_path, caps
     assert "State: complete" in card and "PSF-2.0" in card and "| copy | 0.0 % |" in card
     with LLM(str(target), backend="cpu", dtype="float32", max_model_len=64) as llm:
         assert llm.generate("What is 1 + 2?")[0].error is None
+
+
+@pytest.mark.parametrize(
+    ("option", "reason"),
+    [
+        (("--steps", "0"), "--steps must be at least 1, got 0"),
+        (("--row", "100"), "--row must be a multiple of the model's window of 16, got 100"),
+        (("--minutes", "nan"), "--minutes must be at least 0, got nan"),
+        (("--log-every", "0"), "--log-every must be at least 1"),
+        (("--device", "abacus"), "--device 'abacus' cannot be used here"),
+    ],
+)
+def test_options_that_no_run_can_begin_with_leave_nothing_behind(tmp_path, capsys, option, reason) -> None:
+    assert main(["--out", str(tmp_path / "run"), "--size", "mini", *option]) == 2
+    assert reason in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()

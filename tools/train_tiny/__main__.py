@@ -122,23 +122,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         _prepare(options).train()
-    except (ResumeError, DivergedError) as error:
+    except (OptionError, ResumeError, DivergedError) as error:
         print(f"error: {error}", file=sys.stderr)
         return _REFUSED
     return 0
 
 
+class OptionError(ValueError):
+    """An option that no run can begin with."""
+
+
 def _prepare(options: argparse.Namespace) -> Run:
+    sizes, vocab_size = _SIZES[options.size]
+    _check(options, sizes["sliding_window"])
+    device = _device(options.device)
     folder: Path = options.out
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OptionError(f"--out: no folder can be made there: {error}") from error
     has_state = (folder / STATE_FILE).exists()
     if has_state and not options.resume:
         raise ResumeError(f"{folder} holds a run; go on with --resume, or name another folder")
-    sizes, vocab_size = _SIZES[options.size]
     encoder = load_encoder(folder, vocab_size)
     noise_id = encoder.token_to_id(_NOISE)
     assert noise_id is not None, "train_tokenizer adds it"
-    device = _device(options.device)
     on_cpu = device.type == "cpu"
     if not on_cpu:
         torch.set_float32_matmul_precision("high")
@@ -165,6 +173,20 @@ def _prepare(options: argparse.Namespace) -> Run:
     )
 
 
+def _check(options: argparse.Namespace, window: int) -> None:
+    """Refuse numbers that would fail in the middle of a step, before a plan with them is kept.
+
+    Raises:
+        OptionError: one is out of range.
+    """
+    for name, least in _LEAST.items():
+        value = getattr(options, name)
+        if value is not None and not value >= least:  # so written, NaN is refused too
+            raise OptionError(f"--{name.replace('_', '-')} must be at least {least}, got {value}")
+    if options.row is not None and options.row % window:
+        raise OptionError(f"--row must be a multiple of the model's window of {window}, got {options.row}")
+
+
 def _probe(encoder: Tokenizer, plan: Plan, items: int, size: str) -> Probe:
     lengths = (768, 640) if size == "full" else (256, 192)
     return Probe(BatchMaker(encoder, plan), encoder, items, *lengths)
@@ -189,12 +211,31 @@ def _plan(options: argparse.Namespace, folder: Path) -> Plan:
     return Plan(**{**kept, "long_rows": tuple(kept["long_rows"])})
 
 
+_LEAST = {
+    "minutes": 0,
+    "workers": 0,
+    "save_every": 0,
+    "probe_every": 1,
+    "probe_items": 1,
+    "log_every": 1,
+    "steps": 1,
+    "tokens": 1,
+    "row": 1,
+    "long_every": 0,
+    "matrix_lr": 0,
+    "other_lr": 0,
+    "table_lr": 0,
+}
 _PLANNED = ("steps", "tokens", "seed", "row", "long_every", "matrix_lr", "other_lr", "table_lr")
 
 
 def _device(name: str) -> torch.device:
     if name != "auto":
-        return torch.device(name)
+        try:
+            return torch.empty(0, device=name).device
+        except (RuntimeError, AssertionError) as error:  # the latter from a torch that is built without that device
+            reason = str(error).partition("\n")[0]
+            raise OptionError(f"--device {name!r} cannot be used here: {reason}") from error
     return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 
 

@@ -62,9 +62,15 @@ def measured_card(card: str, evaluations: Sequence[Mapping[str, Any]]) -> str:
     Args:
         card: Markdown of `model_card`.
         evaluations: what `deepinfer eval --json` printed, one for each suite.
+
+    Raises:
+        ValueError: the card lacks a section.
+        KeyError: an evaluation lacks what the card says.
     """
-    before, rest = card.split(_ACCURACY, 1)
-    behind = rest[rest.index("## Licence") :]
+    before, found, rest = card.partition(_ACCURACY)
+    _, licence, behind = rest.partition(_LICENCE)
+    if not found or not licence:
+        raise ValueError(f"no section {(_LICENCE if found else _ACCURACY).strip()!r}, as `model_card` writes it")
     rows = []
     for evaluation in evaluations:
         backend = evaluation["settings"]["backend"]
@@ -73,14 +79,14 @@ def measured_card(card: str, evaluations: Sequence[Mapping[str, Any]]) -> str:
     dtypes = " and ".join(sorted({evaluation["settings"]["dtype"] for evaluation in evaluations}))
     drafts = next((e["speculation"] for e in evaluations if e.get("speculation")), None)
     said = ""
-    if drafts is not None:
+    if drafts is not None and drafts["accepted_per_block"] is not None:
         said = (
             f"\nDrafts: {drafts['accepted_per_block']:.2f} of {len(drafts['accepted'])} accepted per block, expected "
             f"calibration error {drafts['expected_calibration_error']:.3f}.\n"
         )
     table = "\n".join(("| task | right | backend |", "| --- | --- | --- |", *rows))
     text = f"Measured by `deepinfer eval` through the engine, in {dtypes}, at temperature 0."
-    return f"{before}{_ACCURACY}\n{text}\n\n{table}\n{said}\n{behind}"
+    return f"{before}{_ACCURACY}\n{text}\n\n{table}\n{said}\n{_LICENCE}{behind}"
 
 
 def _facts(text: Any) -> str:
@@ -95,7 +101,47 @@ def _facts(text: Any) -> str:
     )
 
 
+def main(arguments: Sequence[str]) -> int:
+    """Put evaluations into a card; the exit status: 0, or 2 with the card as it was."""
+    if len(arguments) < 2 or any(name.startswith("-") for name in arguments):
+        print(__doc__, file=sys.stderr)
+        return 2
+    file = Path(arguments[0]) / "README.md"
+    try:
+        card = measured_card(file.read_text(encoding="utf-8"), [_read_evaluation(Path(name)) for name in arguments[1:]])
+        file.write_text(card, encoding="utf-8")
+    except OSError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyError as error:
+        print(f"error: an evaluation lacks {error}; print it anew with `deepinfer eval --json`", file=sys.stderr)
+        return 2
+    except ValueError as error:
+        print(f"error: {file}: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _read_evaluation(file: Path) -> dict[str, Any]:
+    """What `deepinfer eval --json` printed into a file.
+
+    Raises:
+        ValueError: it is something else, or of a version that did not note backend and dtype.
+    """
+    try:
+        data = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{file} is no JSON: {error}") from error
+    parts = data if isinstance(data, dict) else {}
+    lacking = [name for name in ("settings", "tasks") if not isinstance(parts.get(name), dict)]
+    lacking = lacking or [f"settings.{name}" for name in ("backend", "dtype") if name not in parts["settings"]]
+    if lacking:
+        raise ValueError(f"{file} lacks {', '.join(lacking)}; print it anew with `deepinfer eval --json`")
+    return parts
+
+
 _ACCURACY = "## Accuracy on held-out items\n"
+_LICENCE = "## Licence\n"
 
 _CARD = """\
 # deepinfer-tiny
@@ -137,8 +183,4 @@ Apache-2.0, as the rest of the repository.
 
 
 if __name__ == "__main__":
-    if len(sys.argv) < 3:
-        sys.exit(__doc__)
-    file = Path(sys.argv[1]) / "README.md"
-    found = [json.loads(Path(name).read_text(encoding="utf-8")) for name in sys.argv[2:]]
-    file.write_text(measured_card(file.read_text(encoding="utf-8"), found), encoding="utf-8")
+    sys.exit(main(sys.argv[1:]))

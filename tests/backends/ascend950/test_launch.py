@@ -141,8 +141,33 @@ def test_modes_and_compilers_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DEEPINFER_TWIN", "quick")
     with pytest.raises(ValueError, match="'checked' or 'fast'"):
         twin_build.mode()
+    with pytest.raises(BackendUnavailableError, match="DEEPINFER_TWIN='quick'"):
+        emulate()
+    monkeypatch.setenv("DEEPINFER_TWIN", "")
+    assert twin_build.mode() == "checked"
     monkeypatch.setenv("CXX", "no-such-compiler -m64")
     with pytest.raises(BackendUnavailableError, match="'no-such-compiler' is not there"):
+        emulate()
+    monkeypatch.setenv("CXX", 'g++ "')
+    with pytest.raises(DeviceError, match="CXX='g\\+\\+ \"' is no command line"):
+        emulate()
+    monkeypatch.setenv("CXX", "")
+    assert twin_build.missing_compiler() is None
+
+
+def test_orders_of_blocks_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for named, backwards in (("", False), ("forwards", False), ("backwards", True)):
+        monkeypatch.setenv("DEEPINFER_TWIN_ORDER", named)
+        assert twin_build.runs_backwards() is backwards
+    monkeypatch.setenv("DEEPINFER_TWIN_ORDER", "random")
+    with pytest.raises(BackendUnavailableError, match="DEEPINFER_TWIN_ORDER='random': 'forwards' or 'backwards'"):
+        emulate()
+
+
+def test_a_place_for_libraries_is_asked_for_before_work_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("DEEPINFER_CACHE_DIR", str(tmp_path / "file"))
+    with pytest.raises(DeviceError, match="name a folder by DEEPINFER_CACHE_DIR"):
         emulate()
 
 
