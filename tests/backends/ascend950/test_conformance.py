@@ -30,10 +30,10 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Reports of the ops and of the layers, made side by side."""
     ops, layers = (tmp_path_factory.mktemp(name) for name in ("ops", "layers"))
     emulated = ("--backend", "ascend950", "--emulate", "--report")
+    levels = ("--level", "2", "--op", "layer: *", "--quiet")
     commands = {
         ops: (str(SHARDS), *emulated, str(ops), "--jobs", "1"),
-        layers: ("-m", "deepinfer.entrypoints.cli", "conformance", *emulated, str(layers), "--level", "2", "--quiet")
-        + ("--op", "layer: *"),
+        layers: ("-m", "deepinfer.entrypoints.cli", "conformance", *emulated, str(layers), *levels),
     }
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     started = {
