@@ -29,6 +29,43 @@ from deepinfer.backends.ascend950.launch import Program
 from deepinfer.backends.ascend950.twin_build import missing_compiler
 from deepinfer.ops.errors import OutOfDeviceMemoryError
 
+WHOLE_CONTRACT = "test_conformance.py"
+SHARDS = Path(__file__).resolve().parents[3] / "tools" / "conformance_shards.py"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The whole contract is judged last: its processes run beside the other tests."""
+    items.sort(key=lambda item: item.path.name == WHOLE_CONTRACT and item.path.parent == Path(__file__).parent)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def whole_contract(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[Path, subprocess.Popen[bytes]]]:
+    """Conformance of all ops and of the layers, each in a process; reports come into the folders that name them."""
+    if missing_compiler() or not any(item.path.name == WHOLE_CONTRACT for item in request.session.items):
+        yield {}
+        return
+    ops, layers = (tmp_path_factory.mktemp(name) for name in ("ops", "layers"))
+    emulated = ("--backend", "ascend950", "--emulate", "--report")
+    levels = ("--level", "2", "--op", "layer: *", "--quiet")
+    commands = {
+        ops: (str(SHARDS), *emulated, str(ops), "--jobs", "1"),
+        layers: ("-m", "deepinfer.entrypoints.cli", "conformance", *emulated, str(layers), *levels),
+    }
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    started = {}
+    for folder, command in commands.items():
+        with (folder / "said.txt").open("wb") as said:  # a pipe that nobody reads for minutes would fill up
+            started[folder] = subprocess.Popen(
+                [sys.executable, *command], env=environment, stdout=said, stderr=subprocess.STDOUT
+            )
+    yield started
+    for process in started.values():
+        if process.poll() is None:  # the session ended early
+            process.kill()
+        process.wait()
+
 
 def _cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "deepinfer-tests"

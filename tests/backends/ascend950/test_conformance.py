@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
-import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,32 +19,16 @@ pytestmark = [
     pytest.mark.skipif(shutil.which("g++") is None, reason="the twin compiles kernels with g++"),
 ]
 
-SHARDS = Path(__file__).resolve().parents[3] / "tools" / "conformance_shards.py"
 KINDS = 7
 """Kinds of layers of the model."""
 
 
 @pytest.fixture(scope="module")
-def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Reports of the ops and of the layers, made side by side."""
-    ops, layers = (tmp_path_factory.mktemp(name) for name in ("ops", "layers"))
-    emulated = ("--backend", "ascend950", "--emulate", "--report")
-    levels = ("--level", "2", "--op", "layer: *", "--quiet")
-    commands = {
-        ops: (str(SHARDS), *emulated, str(ops), "--jobs", "1"),
-        layers: ("-m", "deepinfer.entrypoints.cli", "conformance", *emulated, str(layers), *levels),
-    }
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    started = {
-        folder: subprocess.Popen(
-            [sys.executable, *command], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-        )
-        for folder, command in commands.items()
-    }
+def reports(whole_contract: Mapping[Path, subprocess.Popen[bytes]]) -> dict[str, Any]:
+    """Reports of the ops and of the layers."""
     found = {}
-    for folder, process in started.items():
-        said, _ = process.communicate()
-        assert process.returncode == 0, said.decode()[-4000:]
+    for folder, process in whole_contract.items():
+        assert process.wait() == 0, (folder / "said.txt").read_text(encoding="utf-8")[-4000:]
         found[folder.name.rstrip("0123456789")] = json.loads((folder / "report.json").read_text(encoding="utf-8"))
     return found
 
