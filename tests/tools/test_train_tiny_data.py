@@ -114,7 +114,7 @@ def test_a_plan_turns_everything_on_in_turn() -> None:
     assert [p.sparse for p in order] == [False, False, False, True, True]
     assert [p.weights for p in order] == [False, False, False, False, True]
     assert all(p.caches for p in order)
-    assert plan.rate(0) < 0.1 and plan.rate(500) == 1.0 and plan.rate(999) == pytest.approx(0.05)
+    assert plan.rate(0) < 0.2 and plan.rate(500) == 1.0 and plan.rate(999) == pytest.approx(0.05)
     assert max(plan.row_length(step) for step in range(1000)) == 8192
     assert all(plan.row_length(step) % FULL["sliding_window"] == 0 for step in range(1000))
 
