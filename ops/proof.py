@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from deepinfer.ops.backend import Backend, Implementation
+from deepinfer.ops.cache_dir import cache_dir
 from deepinfer.ops.runtime import Runtime
 from deepinfer.ops.spec import API_VERSION
 
@@ -146,10 +147,7 @@ def _above(old: Any, new: ProofLevel) -> bool:
 
 def cache_file() -> Path:
     """Where verdicts are kept: `DEEPINFER_CACHE_DIR`, else the user's cache folder."""
-    base = os.environ.get("DEEPINFER_CACHE_DIR")
-    if not base:
-        base = str(Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "deepinfer")
-    return Path(base) / "verified.json"
+    return cache_dir() / "verified.json"
 
 
 def device_facts(runtime: Runtime) -> str:

@@ -63,7 +63,7 @@ def _next_slot(run: Run, arguments: dict[str, Any]) -> Any:
     indices.copy_(torch.where(indices >= 0, indices ^ 1, indices))
 
 
-def _later_blocks(run: Run, arguments: dict[str, Any]) -> Any:
+def _earlier_blocks(run: Run, arguments: dict[str, Any]) -> Any:
     blocks = arguments["blocks"]
     return run(**(arguments | {"blocks": torch.where(blocks > 0, blocks - 1, blocks)}))
 
@@ -108,7 +108,7 @@ FAULTS = (
     PlantedFault("window off by one: the oldest position is left out", "build_swa_index", _window_short),
     PlantedFault("window off by one: a row does not see itself", "build_swa_index", _window_stale),
     PlantedFault("wrong slot: the neighbour of each compressed record", "logical_to_slot", _next_slot),
-    PlantedFault("wrong pool: each candidate block is the one before", "index_logits_blocks", _later_blocks),
+    PlantedFault("wrong pool: each candidate block is the one before", "index_logits_blocks", _earlier_blocks),
     PlantedFault("selection takes the oldest entries instead of the best", "topk_select", _oldest_entries),
     PlantedFault("dropped rounding: caches in float32", settings={"kv_rounding": False}),
     PlantedFault("dropped rounding: activations as they are", settings={"activation_rounding": False}),

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
+from deepinfer.ops.cache_dir import cache_dir
 from deepinfer.ops.errors import DeviceError
 
 ROOT: Final = Path(__file__).parent
@@ -80,9 +81,7 @@ def missing_compiler() -> str | None:
 
 def cache_folder() -> Path:
     """Where libraries are kept: `DEEPINFER_CACHE_DIR`, else the user's cache folder."""
-    named = os.environ.get("DEEPINFER_CACHE_DIR")
-    base = Path(named) if named else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "deepinfer"
-    return base / "twin"
+    return cache_dir() / "twin"
 
 
 def made_cache_folder() -> Path:

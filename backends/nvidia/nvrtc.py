@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from deepinfer.ops.cache_dir import cache_dir
 from deepinfer.ops.errors import DeviceError
 
 _STATIC_SHARED: Final = 48 << 10
@@ -27,9 +28,7 @@ _STATIC_SHARED: Final = 48 << 10
 
 def cache_folder() -> Path:
     """Where machine code is kept: `DEEPINFER_CACHE_DIR`, else the user's cache folder."""
-    named = os.environ.get("DEEPINFER_CACHE_DIR")
-    base = Path(named) if named else Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "deepinfer"
-    return base / "cuda"
+    return cache_dir() / "cuda"
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from deepinfer.models.deepseek_v41_flash.config import TextConfig
 from deepinfer.ops.mhc import mhc_expand
 from deepinfer.ops.rope import rope
 from tools.train_tiny.attention import Softmax
+from tools.train_tiny.functions import read
 from tools.train_tiny.layers import Balance, Block, Streams
 from tools.train_tiny.model import Backbone, Passed, project_output, project_queries, window_keys
 from tools.train_tiny.settings import Phase
@@ -90,7 +91,7 @@ def draft(
         block = Block(config, weights, streams, name, config.dspark_num_experts_per_tok, balance)
         h, pre = block(h, pre, attend)
     last = f"mtp.{places - 1}"
-    collapsed = (pre[..., None] * h.float()).sum(1).to(h.dtype)
+    collapsed = read(h, pre)
     normed = weights.norm(collapsed, f"{last}.norm", config.rms_norm_eps)
     base = F.linear(normed, weights["head.weight"].detach().to(normed.dtype)).float().unflatten(0, (-1, count))
     before = F.embedding(anchors.tokens[:, :count], weights[f"{last}.markov_head.embed.weight"])

@@ -33,9 +33,14 @@ def mixing(logits: Tensor, iters: int, eps: float) -> tuple[Tensor, Tensor, Tens
     return pre, post, sinkhorn(third.unflatten(1, (count, count)), iters, eps)
 
 
+def read(h: Tensor, pre: Tensor) -> Tensor:
+    """`sum_i pre_i h_i`: streams [T, M, H] to [T, H]."""
+    return (pre[..., None] * h.float()).sum(1).to(h.dtype)
+
+
 def read_normed(h: Tensor, pre: Tensor, weight: Tensor, eps: float) -> Tensor:
     """RMSNorm of `sum_i pre_i h_i`: streams [T, M, H] to [T, H]."""
-    return rms_norm((pre[..., None] * h.float()).sum(1).to(h.dtype), weight, eps)
+    return rms_norm(read(h, pre), weight, eps)
 
 
 def written(y: Tensor, h: Tensor, post: Tensor, comb: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Final
 
 from deepinfer.backends.ascend950.host.cann import cann_home, target_folder
+from deepinfer.ops.cache_dir import cache_dir
 from deepinfer.ops.errors import BackendUnavailableError, DeviceError
 
 ARCHITECTURE: Final = "dav-3510"
@@ -41,9 +42,7 @@ _COMPILE_SECONDS: Final = 600
 
 def cache_folder() -> Path:
     """Where device binaries are kept: `DEEPINFER_CACHE_DIR`, else the user's cache folder."""
-    named = os.environ.get("DEEPINFER_CACHE_DIR")
-    base = Path(named) if named else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "deepinfer"
-    return base / "ascend950"
+    return cache_dir() / "ascend950"
 
 
 @dataclass(frozen=True)
