@@ -65,8 +65,8 @@ def engram_ngrams(
         shut = blocked[(row - back).clamp(min=0)] if blocked is not None else torch.zeros_like(open_)
         if depth > 1:
             token = torch.where(here, token, history[seq, older])
-            if history_blocked is not None:
-                shut = torch.where(here, shut, history_blocked[seq, older])
+            before = torch.zeros_like(shut) if history_blocked is None else history_blocked[seq, older]
+            shut = torch.where(here, shut, before)
         open_ = open_ & (token >= 0) & ~shut
         columns.append(torch.where(open_, token_map[token.clamp(min=0).long()], pad))
     return torch.stack(columns, 1).int()

@@ -193,7 +193,12 @@ def engram_ngrams_cases() -> Iterable[Case]:
     """Sequence starts, decode rows with history, missing history, blocked rows in the rows and in the history."""
 
     def make(
-        gen: Generator, lengths: tuple[int, ...], ends: tuple[int, ...], depth: int = 4, images: bool = False
+        gen: Generator,
+        lengths: tuple[int, ...],
+        ends: tuple[int, ...],
+        depth: int = 4,
+        images: bool = False,
+        earlier: bool = True,
     ) -> dict[str, Any]:
         meta = packed(lengths, ends)
         total, sequences = sum(lengths), len(lengths)
@@ -208,7 +213,7 @@ def engram_ngrams_cases() -> Iterable[Case]:
             "token_map": torch.randperm(50, generator=gen).int(),
             "pad_token_id": 2,
             "blocked": torch.rand(total, generator=gen) < 0.2 if images else None,
-            "history_blocked": torch.rand(sequences, depth - 1, generator=gen) < 0.2 if images else None,
+            "history_blocked": torch.rand(sequences, depth - 1, generator=gen) < 0.2 if images and earlier else None,
         }
 
     for images in (False, True):
@@ -218,6 +223,7 @@ def engram_ngrams_cases() -> Iterable[Case]:
         yield Case(f"chunks{tail}", bound(make, lengths=(5, 2, 1), ends=(30, 3, 2), images=images))
         yield Case(f"decode rows{tail}", bound(make, lengths=(1,) * 5, ends=(1, 2, 3, 4, 90), images=images))
         yield Case(f"verify rows{tail}", bound(make, lengths=(6, 6, 6), ends=(6, 7, 50), images=images))
+    yield Case("images in these rows only", bound(make, lengths=(4,) * 8, ends=(30,) * 8, images=True, earlier=False))
     yield Case("no n-grams", bound(make, lengths=(4, 2), ends=(4, 9), depth=1))
 
 

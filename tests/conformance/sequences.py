@@ -123,6 +123,8 @@ class Ngrams(SequenceBatch):
 
     def pick(self, args: Arguments, spans: list[Span]) -> Arguments:
         """As the base, with history continued from the rows before each run."""
+        if args["blocked"] is not None and args["history_blocked"] is None:
+            args = args | {"history_blocked": torch.zeros(args["history"].shape, dtype=torch.bool)}
         new = super().pick(args, spans)
         firsts = dict(enumerate(self.bounds(args)[:-1]))
         for run, (sequence, start, _) in enumerate(spans):

@@ -29,8 +29,8 @@ void engram_ngrams(Address out, i64 rows, i64 depth, Address input_ids, Address 
             const i64 source = std::max<i64>(row - back, 0);
             const i64 older = seq * (depth - 1) + std::clamp<i64>(back - 1 - inside, 0, std::max<i64>(depth - 2, 0));
             const i64 token = here ? at<const i32>(input_ids)[source] : at<const i32>(history)[older];
-            bool shut = blocked && at<const bool>(blocked)[source];
-            if (!here && history_blocked) shut = at<const bool>(history_blocked)[older];
+            const Address flags = here ? blocked : history_blocked;
+            const bool shut = flags && at<const bool>(flags)[here ? source : older];
             open = open && token >= 0 && !shut;
             i32 id = pad;
             if (open) {
