@@ -6,6 +6,9 @@ A time is the median over replays of a captured graph of several calls (where th
 calls), so launch overhead of the host is not in it. Operands and peers are described in `op_work.py`. With
 `--invariance on,off` an op is timed as it runs by default and with `batch_invariant=False`, where another
 implementation is chosen for that; `--peers off` leaves torch out.
+
+Before it is timed an op runs a few times on the same operands and must give the same bits (D2): rows by the thousand
+show races that the cases of a contract are too small for. What differs is named, not timed, and the exit status is 1.
 """
 
 from __future__ import annotations
@@ -25,16 +28,21 @@ from typing import Any, Final
 import torch
 from op_lines import Line, Roofs, markdown
 from op_work import FAMILIES, Calls, Maker, Work
+from torch import Tensor
 
 from deepinfer.conformance.performance import measure_roof
 from deepinfer.conformance.subject import context
 from deepinfer.ops.backend import Backend
 from deepinfer.ops.contract import static_dims
+from deepinfer.ops.formats import PagedCache
 from deepinfer.ops.registry import OpTable, find_backend
 from deepinfer.ops.runtime import Runtime
+from deepinfer.ops.trees import tensors_of
 
 _CALLS: Final = 10
 _REPLAYS: Final = 7
+_REPEATS: Final = 4
+"""Runs of an op whose results must have the same bits."""
 
 
 def time_calls(runtime: Runtime, calls: Calls, run: Callable[..., Any]) -> float:
@@ -62,6 +70,21 @@ def time_calls(runtime: Runtime, calls: Calls, run: Callable[..., Any]) -> float
     return statistics.median(times)
 
 
+def repeats(run: Callable[..., Any], args: dict[str, Any]) -> bool:
+    """Whether runs on the same operands give the same bits; ops without results are judged by the caches they write."""
+
+    def outcome() -> list[Tensor]:
+        made = tensors_of(run(**args))
+        return made or [cache.data.clone() for cache in args.values() if isinstance(cache, PagedCache)]
+
+    first = outcome()
+    return all(
+        torch.equal(old.reshape(-1).view(torch.uint8), new.reshape(-1).view(torch.uint8))
+        for _ in range(_REPEATS - 1)
+        for old, new in zip(first, outcome(), strict=True)
+    )
+
+
 class OpBench:
     """Times work on one device.
 
@@ -69,6 +92,9 @@ class OpBench:
         backend: loaded.
         invariance: which tables to time: with batch invariance, without, or both.
         peers: time what torch offers as well.
+
+    Attributes:
+        unequal: implementations and operands on which runs differed.
     """
 
     def __init__(self, backend: Backend, invariance: Sequence[bool], *, peers: bool) -> None:
@@ -80,6 +106,7 @@ class OpBench:
             for kind in invariance
         }
         self._peers = peers
+        self.unequal: list[str] = []
         roof = measure_roof(self.runtime)
         name = getattr(self.runtime, "device_name", self.runtime.device.type)
         self.roofs = Roofs.of(name, roof.bytes_per_second / 1e9, roof.flops_per_second / 1e12)
@@ -106,6 +133,10 @@ class OpBench:
                 continue
             known.add(bound.implementation)
             calls = [{name: bound.prepare(name, value) for name, value in call.items()} for call in work.calls]
+            if not repeats(bound, calls[0]):
+                self.unequal.append(f"{bound.implementation} {work.shape}")
+                print(f"{bound.implementation:40} {work.shape:40} not timed: runs differ", flush=True)
+                continue
             yield from self._line(work, bound.implementation, calls, bound, invariant)
         for peer in work.peers if self._peers else ():
             yield from self._line(work, peer.name, peer.calls(), peer.run, None)
@@ -155,7 +186,7 @@ def main() -> None:
     for line in bench.lines(asked.op.split(","), asked.shape):
         lines.append(line)
         print(line, flush=True)
-    if not lines:
+    if not lines and not bench.unequal:
         raise SystemExit(f"no op fits --op {asked.op!r} and --shape {asked.shape!r}")
     if asked.json is not None:
         facts = {
@@ -168,6 +199,8 @@ def main() -> None:
         asked.json.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
     if asked.markdown is not None:
         asked.markdown.write_text(markdown(lines) + "\n", encoding="utf-8")
+    if bench.unequal:
+        raise SystemExit(f"runs of the same operands differ: {'; '.join(bench.unequal)}")
 
 
 if __name__ == "__main__":

@@ -119,6 +119,25 @@ def test_what_was_measured_is_written_down(small, tmp_path, monkeypatch):
         ops.main()
 
 
+def test_an_op_whose_runs_differ_is_named_and_not_timed(small, monkeypatch, capsys):
+    (best,) = (i for i in small.implementations if i.op is rms_norm)
+    count = iter(range(1000))
+
+    class Racy:
+        scratch_bytes = persistent_bytes = 0
+        capturable = True
+
+        def run(self, x, weight, eps, out=None):
+            return x + (next(count) == 2)
+
+    racy = replace(best, name="cpu.racy_norm", bind=lambda dims, ctx: Racy(), priority=best.priority + 1)
+    monkeypatch.setattr(ops, "find_backend", lambda name: replace(small, implementations=[racy]))
+    monkeypatch.setattr(sys, "argv", ["ops.py", "--shape", "4*", "--peers", "off"])
+    with pytest.raises(SystemExit, match=r"runs of the same operands differ: cpu.racy_norm 4 x 64"):
+        ops.main()
+    assert "cpu.racy_norm" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("family", [f for f in op_work.FAMILIES if f is not op_work.experts], ids=lambda f: f.__name__)
 def test_operands_are_what_contracts_ask_for(family):
     """Of every family at its real sizes, without the memory; experts read who has rows, which needs real numbers."""
