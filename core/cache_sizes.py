@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from deepinfer.core.caches import pool_row_bytes, state_shape
 from deepinfer.core.config import EngineConfig
 from deepinfer.core.errors import ConfigError
+from deepinfer.core.graph_memory import GRAPH_BYTES, GRAPH_SHARE
 from deepinfer.models.interface import CacheSpec
 from deepinfer.ops.runtime import Runtime
 
@@ -20,6 +21,7 @@ class CacheSizes:
         num_window_pages: usable window pages, so many that only blocks can run out.
         num_slots: sequences that run at once.
         lookahead: tokens that steps in flight may plan beyond what turns out to be accepted.
+        graph_bytes: device memory that is left to results of captured steps.
         fixed_bytes: device memory of all caches but the blocks.
         block_bytes: device memory of a block.
     """
@@ -28,6 +30,7 @@ class CacheSizes:
     num_window_pages: int
     num_slots: int
     lookahead: int
+    graph_bytes: int
     fixed_bytes: int
     block_bytes: int
 
@@ -42,6 +45,7 @@ class CacheSizes:
         num_drafts: int,
         most_replayed: int,
         scratch_bytes: int,
+        captures: bool = False,
     ) -> CacheSizes:
         """Settle the sizes.
 
@@ -53,6 +57,7 @@ class CacheSizes:
             num_drafts: most drafts of a step.
             most_replayed: rows that may run again behind a stored prefix.
             scratch_bytes: device memory that the draft will take beside.
+            captures: decode steps may be captured.
 
         Raises:
             ConfigError: not even one block fits; says what takes how much.
@@ -73,10 +78,13 @@ class CacheSizes:
         page_bytes = (num_pages + 1) * pool_row_bytes([(r, page) for r in spec.window_records])
         state_bytes = sum(_bytes_of(state_shape(s, num_slots, lookahead)) for s in spec.states)
         fixed = page_bytes + state_bytes + scratch_bytes
-        num_blocks = config.num_kv_blocks
+        num_blocks, graph_bytes = config.num_kv_blocks, GRAPH_BYTES if captures else 0
         if num_blocks is None:
-            free = int(runtime.memory_info().free_bytes * config.memory_utilization)
-            budget = free if config.kv_memory_bytes is None else config.kv_memory_bytes
+            free = runtime.memory_info().free_bytes
+            graph_bytes = min(graph_bytes, int(free * GRAPH_SHARE))
+            budget = config.kv_memory_bytes
+            if budget is None:
+                budget = int(free * config.memory_utilization) - graph_bytes
             useful = num_slots * -(-max_len // block)  # more than all sequences could ever fill
             num_blocks = min(useful, (budget - fixed) // (block_bytes or 1) - 1)  # block 0 takes memory as well
             if num_blocks < 1:
@@ -86,7 +94,7 @@ class CacheSizes:
                     f"takes {block_bytes}, the unused block 0 as well; lower max_num_seqs, max_num_batched_tokens or "
                     "prefix_window_pages, or allow more memory"
                 )
-        return cls(num_blocks, num_pages, num_slots, lookahead, fixed, block_bytes)
+        return cls(num_blocks, num_pages, num_slots, lookahead, graph_bytes, fixed, block_bytes)
 
 
 def reuses_prefixes(spec: CacheSpec, config: EngineConfig) -> bool:

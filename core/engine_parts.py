@@ -18,7 +18,7 @@ from deepinfer.core.runner import StepRunner
 from deepinfer.core.sampler import Sampler
 from deepinfer.core.scheduler import Scheduler
 from deepinfer.core.speculation import Drafting, DraftSchedule
-from deepinfer.core.step_graphs import make_graphs
+from deepinfer.core.step_graphs import make_graphs, may_capture
 from deepinfer.models.interface import Model
 from deepinfer.ops.kv import copy_blocks
 from deepinfer.ops.registry import OpTable
@@ -90,6 +90,7 @@ def build_parts(model: Model, config: EngineConfig, ops: OpTable) -> EngineParts
         num_drafts=num_drafts,
         most_replayed=replay.most_replayed,
         scratch_bytes=_draft_scratch_bytes(model, num_drafts, min(config.max_num_seqs, max_rows)),
+        captures=may_capture(config, runtime),
     )
     num_blocks, num_seqs, lookahead = sizes.num_blocks, sizes.num_slots, sizes.lookahead
     blocks = KVBlockManager(
@@ -118,7 +119,7 @@ def build_parts(model: Model, config: EngineConfig, ops: OpTable) -> EngineParts
     executor = Executor(model, caches, blocks, runtime, limits)
     rows_with_logits = max(1, min(512, (1 << 26) // model.info.vocab_size))
     table = RequestTable(num_seqs, model.info.vocab_size, model.info.eos_token_ids)
-    scheduler = Scheduler(blocks, table, num_seqs, max_rows, rows_with_logits)
+    scheduler = Scheduler(blocks, table, num_seqs, max_rows, rows_with_logits, drafts=num_drafts > 0)
     sampler = Sampler(ops, num_slots=num_seqs)
     drafting = _make_drafting(model, config, ops, caches, sampler, table, num_drafts, num_seqs)
     runner = StepRunner(executor, sampler, ops, drafting, replay, table)
@@ -131,7 +132,9 @@ def build_parts(model: Model, config: EngineConfig, ops: OpTable) -> EngineParts
         sync_reason = f"{len(ops.through_host)} ops run on references, for which the host waits in a step: {few}"
         _LOG.warning("steps are not asynchronous on backend %s: %s", ops.backend.name, sync_reason)
         is_async = False
-    runner.graphs, graph_reason = make_graphs(config, ops, executor, sampler, drafting, table, limits)
+    runner.graphs, graph_reason = make_graphs(
+        config, ops, executor, sampler, drafting, table, limits, sizes.graph_bytes
+    )
     if drafting is not None:
         drafting.cost.overlaps = is_async and runtime.capabilities.asynchronous
     return EngineParts(

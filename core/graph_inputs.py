@@ -25,7 +25,7 @@ from deepinfer.core.graph_sizes import GraphKey
 from deepinfer.core.sampler import RowParams
 from deepinfer.core.step_buffers import Int32Array
 from deepinfer.models.interface import StepBatch
-from deepinfer.ops.runtime import Event, Runtime
+from deepinfer.ops.runtime import Event, Landing, Runtime
 
 _ALIGN: Final = 64  # bytes; what kernels may assume of a tensor
 _TORCH: Final = {"int32": torch.int32, "int64": torch.int64, "float32": torch.float32}
@@ -172,6 +172,9 @@ class HostInputs:
         native: what the native module writes.
         seqs: the sequences it was written for last; None before that.
         version: `Sampler.version` then.
+        links: what was written to `links` last; None before that.
+        planned: what was written to `planned_before` last.
+        landing: where the step's tokens come to.
         sent: reached when the copy to the device is done.
     """
 
@@ -186,6 +189,9 @@ class HostInputs:
         self.arrays["starts"].fill(1)
         self.seqs: Int32Array | None = None
         self.version = -1
+        self.links: Int32Array | None = None
+        self.planned: Int32Array | None = None
+        self.landing: Landing = runtime.landing((key.rows,), torch.int32)
         self.sent: Event = runtime.event()
         self._runtime = runtime
         self._target = state.buffer[state.first_input : state.first_input + self._tensor.shape[0]]

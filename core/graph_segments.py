@@ -83,7 +83,7 @@ class Capturer:
         return result, False
 
     def _submit(self, segment: Segment[R]) -> R:
-        self.memory.place = segment.start
+        self.memory.begin(segment.start)
         with self.ops.outputs.taken_from(self.memory.new), torch.inference_mode():
             return segment.body()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -33,6 +34,21 @@ class RowPicks:
     num_drafts: Int32Array
     starts: Int32Array
     scored: list[tuple[Request, int, int, int]]
+
+    @cached_property
+    def widths(self) -> Int32Array:
+        """[R] int32, rows of each request that draws."""
+        return self.num_drafts + 1
+
+    @cached_property
+    def num_drawn_from(self) -> int:
+        """Rows that are drawn from; those to keep come behind them."""
+        return len(self.logits_rows) - sum(count for _, _, count, _ in self.scored)
+
+    @property
+    def has_drafts(self) -> bool:
+        """Whether anybody verifies a draft."""
+        return self.num_drawn_from > len(self.draws)
 
 
 def pick_rows(plan: StepPlan, table: RequestTable) -> RowPicks:

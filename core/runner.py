@@ -6,6 +6,7 @@ in by ops from that step's results (`Drawn`), so the next step can be launched b
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -18,7 +19,7 @@ from deepinfer.core.executor import Executor
 from deepinfer.core.launched_step import Arrivals, Drawn, KnownCopy, LaunchedStep
 from deepinfer.core.logprobs import LogprobTaker
 from deepinfer.core.replay import Replay
-from deepinfer.core.request_table import RequestTable
+from deepinfer.core.request_table import Int64Array, RequestTable
 from deepinfer.core.row_picks import RowPicks, pick_rows
 from deepinfer.core.row_shaping import RowShaping, StepShapes
 from deepinfer.core.sampler import Sampler
@@ -36,6 +37,25 @@ _NO_LINKS: Final = np.array([-1], np.int32)
 """For sequences of any number."""
 
 __all__ = ["Arrivals", "Drawn", "KnownCopy", "LaunchedStep", "StepRunner"]
+
+
+@dataclass(frozen=True)
+class _SameRows:
+    """What steps of the same requests with one row each have in common.
+
+    Attributes:
+        seqs: [n] int32 handles, in the array of the plan.
+        query_lens: [n] int32, in the array of the plan, which another plan shares only if it is about the same.
+        version: of the table.
+        picks: rows.
+        generations: [n] int64.
+    """
+
+    seqs: Int32Array
+    query_lens: Int32Array
+    version: int
+    picks: RowPicks
+    generations: Int64Array
 
 
 class StepRunner:
@@ -78,6 +98,7 @@ class StepRunner:
         self.shaping = RowShaping(ops, executor.model.info.vocab_size)
         self._logprobs = LogprobTaker(sampler, self.shaping, ops)
         self._runtime = ops.context.runtime
+        self._same: _SameRows | None = None
 
     def launch(self, plan: StepPlan, previous: Drawn | None, tap: Tap | None = None) -> LaunchedStep:
         """Launch a step.
@@ -87,11 +108,24 @@ class StepRunner:
             previous: draws of the step launched just before, which `RequestTable.draw` refers to; None without any.
             tap: observer of intermediates, for tests.
         """
-        picks = pick_rows(plan, self._table)
-        links = self._table.draw[plan.seqs]
-        if previous is not None and not (previous.tells_more and (links >= 0).any()):
-            previous = None
-        cut = self._replay.cut(plan)
+        same, table = self._same, self._table
+        if (
+            same is not None
+            and same.query_lens is plan.query_lens
+            and same.seqs is plan.seqs
+            and same.version == table.version
+        ):
+            picks, generations, cut = same.picks, same.generations, None
+            links = picks.starts  # all of them drew in the step before, in this order
+            if previous is not None and not previous.tells_more:
+                previous = None
+        else:
+            picks, generations = pick_rows(plan, table), table.generation[plan.seqs]
+            links = table.draw[plan.seqs]
+            if previous is not None and not (previous.tells_more and (links >= 0).any()):
+                previous = None
+            cut = self._replay.cut(plan)
+            self._same = self._begin_same(plan, picks, generations)
         graphed = self._write_graphed(plan, picks, links, previous, is_plain=cut is None and tap is None)
         if graphed is not None:
             batch = self._send_graphed(graphed, picks, links, previous)
@@ -103,21 +137,21 @@ class StepRunner:
                 self._correct(batch, previous, self._executor.send(links))
         marks = self._drafting.begin_marks() if self._drafting is not None and picks.draws else None
         if graphed is not None:
-            logits = graphed.forward(and_draw=marks is None and self._table.are_plain(plan.seqs))
+            logits = graphed.forward(and_draw=marks is None and table.are_plain(plan.seqs))
         else:
             logits = self._executor.forward(batch, tap)
         launched = LaunchedStep(
             plan=plan,
-            generations=self._table.generation[plan.seqs],
+            generations=generations,
             draws=picks.draws,
             places=picks.places,
             slots=picks.slots,
             num_drafts=picks.num_drafts,
-            version=self._table.version,
+            version=table.version,
             drawn=None,
             logprob_of=[],
             scored=[
-                (request, int(self._table.generation[request.seq]), first, count, logits[at : at + count])
+                (request, int(table.generation[request.seq]), first, count, logits[at : at + count])
                 for request, first, count, at in picks.scored
             ],
             marks=marks,
@@ -125,6 +159,14 @@ class StepRunner:
         if picks.draws:
             self._draw(launched, picks, batch, logits, previous, graphed)
         return launched
+
+    def _begin_same(self, plan: StepPlan, picks: RowPicks, generations: Int64Array) -> _SameRows | None:
+        """What the steps behind this one may use again; None where each needs its own answers."""
+        if picks.slots is not plan.seqs or picks.has_drafts or self._drafting is not None:
+            return None
+        if not self._table.are_plain(plan.seqs) or any(request.decoder_start for request in plan.requests):
+            return None
+        return _SameRows(plan.seqs, plan.query_lens, self._table.version, picks, generations)
 
     def _write_graphed(
         self, plan: StepPlan, picks: RowPicks, links: Int32Array, previous: Drawn | None, *, is_plain: bool
@@ -203,8 +245,7 @@ class StepRunner:
         graphed: GraphedStep | None,
     ) -> None:
         table, requests, slots = self._table, picks.draws, picks.slots
-        widths, starts = picks.num_drafts + 1, picks.starts
-        num_rows = len(picks.logits_rows) - sum(count for _, _, count, _ in picks.scored)
+        widths, starts, num_rows = picks.widths, picks.starts, picks.num_drawn_from
         rows = logits[:num_rows]
         shapes, kept = StepShapes(), None
         if not table.are_plain(launched.plan.seqs):
@@ -227,8 +268,9 @@ class StepRunner:
         if launched.marks is not None:
             launched.marks.drawn.record()  # in front of the copies, so that whoever waits for them knows the time
         later = self._runtime.to_host_later
+        there = later(tokens) if graphed is None else graphed.bring(tokens)
         num_emitted = later(drawn.num_emitted) if num_rows > len(requests) else KnownCopy(torch.from_numpy(widths))
-        launched.arrivals = arrivals = Arrivals(later(tokens), num_emitted)
+        launched.arrivals = arrivals = Arrivals(there, num_emitted)
         if kept is not None:
             parts = self._logprobs.take(kept, tokens)
             launched.logprob_of = kept.requests
@@ -291,7 +333,7 @@ class StepRunner:
 
     def _write_known_drafts(self, input_ids: Int32Array, picks: RowPicks) -> None:
         """Put drafts that the host knows into the rows behind their requests' newest tokens."""
-        if not picks.num_drafts.any():
+        if not picks.has_drafts:
             return
         for place in np.flatnonzero(self._table.waits[picks.slots] & (picks.num_drafts > 0)).tolist():
             count = int(picks.num_drafts[place])

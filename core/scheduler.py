@@ -42,6 +42,25 @@ class StepPlan:
 
 
 @dataclass
+class _SteadyRun:
+    """Steps of the same plain requests, one row each.
+
+    Attributes:
+        requests: they.
+        seqs: [n] int32 their handles.
+        version: of the table.
+        num_left: steps before one of them may reach its limit.
+        ones: [n] int32.
+    """
+
+    requests: list[Request]
+    seqs: Int32Array
+    version: int
+    num_left: int
+    ones: Int32Array
+
+
+@dataclass
 class Scheduler:
     """Queues of one engine.
 
@@ -51,6 +70,7 @@ class Scheduler:
         max_num_seqs: most running requests.
         max_rows: rows of a step.
         max_rows_with_logits: most rows of one request in a step when logits of all of them are kept.
+        drafts: the table's `num_drafts` may be above 0.
     """
 
     blocks: KVBlockManager
@@ -58,6 +78,7 @@ class Scheduler:
     max_num_seqs: int
     max_rows: int
     max_rows_with_logits: int = 512
+    drafts: bool = True
     waiting: deque[Request] = field(default_factory=deque)
     running: list[Request] = field(default_factory=list)
     num_preemptions: int = 0
@@ -66,6 +87,7 @@ class Scheduler:
     _parents: list[Request] = field(default_factory=list)
     _seqs: Int32Array | None = None
     _snapshot: list[Request] | None = None
+    _steady: _SteadyRun | None = None
 
     @property
     def has_work(self) -> bool:
@@ -82,6 +104,9 @@ class Scheduler:
 
     def plan(self) -> StepPlan | None:
         """Choose the next step's rows and hold memory for them; None when nothing is left to run."""
+        steady = self._plan_as_before()
+        if steady is not None:
+            return steady
         preemptions = self.num_preemptions
         self._start_siblings()
         chosen, seqs, rows = self._continue_running()
@@ -91,6 +116,7 @@ class Scheduler:
         if not chosen:
             return None
         copies, self._copies = self._copies, []
+        self._begin_steady(chosen, seqs, rows)
         return StepPlan(chosen, seqs, self.table.planned_computed[seqs], rows, int(rows.sum()), copies)
 
     def finish(self, request: Request) -> None:
@@ -102,6 +128,33 @@ class Scheduler:
             self._leave(request)
         else:
             self.waiting.remove(request)
+
+    def _begin_steady(self, chosen: list[Request], seqs: Int32Array, rows: Int32Array) -> None:
+        """Note what the plans behind this one will have in common, if they may all be like it."""
+        self._steady = None
+        table = self.table
+        if self.drafts or seqs is not self._seqs or self.waiting or self._parents or not table.are_plain(seqs):
+            return
+        left = int((table.max_tokens[seqs] - table.planned_tokens[seqs]).min()) - 1
+        if left > 0 and (rows == 1).all() and (table.planned_tokens[seqs] - table.planned_computed[seqs] == 1).all():
+            self._steady = _SteadyRun(chosen, seqs, table.version, left, np.ones(len(seqs), np.int32))
+
+    def _plan_as_before(self) -> StepPlan | None:
+        """One row of each of the same plain requests again, as in by far most steps; None for any other plan."""
+        run, table = self._steady, self.table
+        if (
+            run is None
+            or run.seqs is not self._seqs
+            or run.version != table.version
+            or self.waiting
+            or not run.num_left
+        ):
+            return None
+        starts = table.planned_computed[run.seqs]
+        if self.blocks.reserve_many(run.seqs, starts + 1) < len(run.seqs):
+            return None
+        run.num_left -= 1
+        return StepPlan(run.requests, run.seqs, starts, run.ones, len(run.seqs))
 
     def _start_siblings(self) -> None:
         """Start the other choices of requests whose prompts are stored up to the last token, as forks of the first."""

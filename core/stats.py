@@ -17,6 +17,7 @@ class EngineStats:
         is_async: steps are planned while the one before runs.
         sync_reason: why they are not, where the device or a setting asks for it; empty otherwise.
         num_graphs: graphs that were captured; a decode step is up to three.
+        graph_bytes: device memory that results in graphs take.
         num_graph_steps: steps that ran as graphs.
         num_eager_steps: the others, by the reason why they did not; empty where nothing is captured at all.
         graph_reason: why nothing is captured, or nothing any more; empty otherwise.
@@ -51,6 +52,7 @@ class EngineStats:
     is_async: bool = False
     sync_reason: str = ""
     num_graphs: int = 0
+    graph_bytes: int = 0
     num_graph_steps: int = 0
     num_eager_steps: dict[str, int] = field(default_factory=dict)
     graph_reason: str = ""

@@ -34,6 +34,7 @@ from deepinfer.core.stats import EngineStats
 from deepinfer.core.step_buffers import Int32Array
 from deepinfer.models.interface import DraftOutput, StepBatch
 from deepinfer.ops.registry import OpTable
+from deepinfer.ops.runtime import HostCopy, Runtime
 
 MAX_SHAPES: Final = 256
 """Shapes whose graphs are kept; of more, the one that was not used for longest is given up."""
@@ -47,6 +48,7 @@ def make_graphs(
     drafting: Drafting | None,
     table: RequestTable,
     limits: StepLimits,
+    graph_bytes: int,
 ) -> tuple[StepGraphs | None, str]:
     """The captured steps of an engine; None, and why, where nothing can be captured.
 
@@ -58,12 +60,13 @@ def make_graphs(
         drafting: proposes tokens; None without speculation.
         table: the running requests.
         limits: the largest step.
+        graph_bytes: the most memory that results in graphs may take.
     """
-    if not config.graphs:
-        return None, "graphs=False"
-    if not ops.context.runtime.capabilities.graphs:
-        return None, f"backend {ops.backend.name} has no graphs"
-    if config.speculation == "rejection":
+    if not may_capture(config, ops.context.runtime):
+        if not config.graphs:
+            return None, "graphs=False"
+        if not ops.context.runtime.capabilities.graphs:
+            return None, f"backend {ops.backend.name} has no graphs"
         return None, "speculation='rejection' keeps the logits of drafts from step to step"
     if ops.not_capturable:
         few = ", ".join(ops.not_capturable[:6]) + (", ..." if len(ops.not_capturable) > 6 else "")
@@ -78,7 +81,12 @@ def make_graphs(
     )
     if not sizes.rows:
         return None, f"no row count in graph_batch_sizes is as small as max_graph_rows, {config.max_graph_rows}"
-    return StepGraphs(executor, sampler, ops, drafting, table, sizes), ""
+    return StepGraphs(executor, sampler, ops, drafting, table, sizes, graph_bytes), ""
+
+
+def may_capture(config: EngineConfig, runtime: Runtime) -> bool:
+    """Whether steps are captured with these settings, if all ops can be."""
+    return config.graphs and runtime.capabilities.graphs and config.speculation != "rejection"
 
 
 class GraphedStep:
@@ -160,9 +168,13 @@ class GraphedStep:
 
     def draft(self) -> DraftOutput:
         """Propose tokens behind those drawn."""
-        end = self._both.end if self._has_drawn else self._draw.end  # the same place: both do the same in this order
+        end = self._both.end if self._has_drawn else self._draw.end  # nothing is left to read of what is before
         drafted, self.is_replayed = self._capturer.run(self._draft, end, may_capture=self.is_replayed)
         return drafted
+
+    def bring(self, tokens: Tensor) -> HostCopy:
+        """Begin to bring the step's tokens [T] int32 to the host, valid there until the next but one of its shape."""
+        return self.inputs.host.landing.begin(tokens)
 
     def without_padding(self, num_rows: int, num_seqs: int) -> UnpaddedStep:
         """What is in fixed memory of the sequences that there are."""
@@ -194,6 +206,7 @@ class StepGraphs:
         drafting: proposes tokens; None without speculation.
         table: the running requests.
         sizes: which shapes are captured.
+        graph_bytes: the most memory that results in graphs may take.
 
     Attributes:
         num_steps: steps that ran as graphs.
@@ -208,6 +221,7 @@ class StepGraphs:
         drafting: Drafting | None,
         table: RequestTable,
         sizes: GraphSizes,
+        graph_bytes: int,
     ) -> None:
         self.num_steps = 0
         self.eager: Counter[str] = Counter()
@@ -215,7 +229,7 @@ class StepGraphs:
         self._is_drafting = drafting is not None
         self._runtime = ops.context.runtime
         self._sizes = sizes
-        self._capturer = Capturer(self._runtime, ops, GraphMemory(self._runtime))
+        self._capturer = Capturer(self._runtime, ops, GraphMemory(self._runtime, graph_bytes))
         spec, pool = executor.model.cache_spec, executor.pool
         limits = GraphLimits(
             rows=sizes.rows[-1],
@@ -234,7 +248,7 @@ class StepGraphs:
 
     def report(self, stats: EngineStats) -> None:
         """Write the counters of graphs."""
-        stats.num_graphs = self._capturer.num_captured
+        stats.num_graphs, stats.graph_bytes = self._capturer.num_captured, self._capturer.memory.num_bytes
         stats.num_graph_steps, stats.num_eager_steps = self.num_steps, dict(self.eager)
         stats.graph_reason = self._capturer.failure
 
@@ -246,7 +260,9 @@ class StepGraphs:
             links: [n] int32, their places in the captured step just before, -1 where it has nothing to tell.
             planned: [n'] int32, what the host assumed that each sequence of that step would emit; None without one.
         """
-        key = self._sizes.key(plan.num_rows, len(plan.seqs), int((plan.starts + plan.query_lens).max()))
+        is_one_each = plan.num_rows == len(plan.seqs)  # nobody in a plan is without rows
+        longest = int(plan.starts.max()) + 1 if is_one_each else int((plan.starts + plan.query_lens).max())
+        key = self._sizes.key(plan.num_rows, len(plan.seqs), longest)
         if self._capturer.failure or key is None:
             self.note_eager("a step could not be captured" if self._capturer.failure else "too many rows")
             return None
@@ -296,9 +312,10 @@ class StepGraphs:
                 a[name][n : key.seqs] = padding
         if key.verifies or not is_as_before:
             a["widths"][:n], a["num_emitted"][:n], a["starts"][:n] = widths, widths, first_rows
-        a["links"][:n] = links
-        if planned is not None:
-            a["planned_before"][: len(planned)] = planned
+        if not (is_as_before and host.links is links):
+            a["links"][:n], host.links = links, links
+        if planned is not None and host.planned is not planned:
+            a["planned_before"][: len(planned)], host.planned = planned, planned
         known = table.planned_tokens[seqs]
         np.subtract(known, table.num_prompt[seqs], out=a["output_index"][:n])
         if self._is_drafting:

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from deepinfer.ops.collectives import Communicator, Rendezvous
 from deepinfer.ops.errors import OpArgumentError
 from deepinfer.ops.exchange import HostCommunicator
 from deepinfer.ops.pools import AccountedPool
-from deepinfer.ops.runtime import Capabilities, MemoryInfo, MemoryPool, PoolStats, Stream
+from deepinfer.ops.runtime import Capabilities, HostCopy, Landing, MemoryInfo, MemoryPool, PoolStats, Stream
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,25 @@ class OnlyStream:
     def synchronize(self) -> None:
         """Wait for the device: all its work is in this stream."""
         self.runtime.synchronize()
+
+
+class CopiesToHost(Protocol):
+    """What `NewMemory` needs of a runtime."""
+
+    def to_host_later(self, tensor: Tensor) -> HostCopy:
+        """As `Runtime.to_host_later`."""
+        ...
+
+
+@dataclass(frozen=True)
+class NewMemory:
+    """A landing that keeps nothing: each copy brings memory of its own."""
+
+    runtime: CopiesToHost
+
+    def begin(self, tensor: Tensor) -> HostCopy:
+        """As `Landing.begin`."""
+        return self.runtime.to_host_later(tensor)
 
 
 class RuntimeDefaults:
@@ -64,6 +84,14 @@ class RuntimeDefaults:
     def write_later(self, target: Tensor, host: Tensor) -> None:
         """Copy now: right where `write` is, and slower than a copy that the host need not wait for."""
         self.write(target, host)
+
+    def to_host_later(self, tensor: Tensor) -> HostCopy:
+        """Written by the backend."""
+        raise NotImplementedError
+
+    def landing(self, shape: tuple[int, ...], dtype: torch.dtype) -> Landing:
+        """None of its own."""
+        return NewMemory(self)
 
     @cached_property
     def _pools(self) -> dict[str, AccountedPool]:

@@ -171,6 +171,19 @@ class HostCopy(Protocol):
 
 
 @runtime_checkable
+class Landing(Protocol):
+    """Memory on the host that copies come to, one after the other."""
+
+    def begin(self, tensor: torch.Tensor) -> HostCopy:
+        """As `Runtime.to_host_later`; the tensor that the copy gives is valid until the next call.
+
+        Args:
+            tensor: of the landing's dtype, with any number of entries up to its size, contiguous.
+        """
+        ...
+
+
+@runtime_checkable
 class Runtime(Protocol):
     """One device as the engine sees it; among several of a host the one that LOCAL_RANK names, as launchers set it.
 
@@ -219,6 +232,10 @@ class Runtime(Protocol):
 
     def to_host_later(self, tensor: torch.Tensor) -> HostCopy:
         """Begin to copy a device tensor to the host, behind the work submitted so far; the host goes on."""
+        ...
+
+    def landing(self, shape: tuple[int, ...], dtype: torch.dtype) -> Landing:
+        """Memory on the host for copies that come in every step; what is kept for it need not be found each time."""
         ...
 
     def write(self, target: torch.Tensor, host: torch.Tensor) -> None:

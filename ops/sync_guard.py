@@ -5,7 +5,8 @@ at a result loses what asynchronous steps win. Such a wait is easy to write and 
 stands. What has to wait all the same (a user's function that reads logits, a table on the host that needs ids) says so
 with `permit`, and is counted under the name that it gives.
 
-A device whose driver can find such waits by itself turns that on as well, in a subclass.
+A device whose driver can find such waits by itself, those in libraries as well, turns that on inside `watched`, in a
+subclass. It costs time and may concern a whole process, so it is for tests.
 """
 
 from __future__ import annotations
@@ -38,21 +39,30 @@ class SyncGuard:
     def forbid(self, during: str) -> Iterator[None]:
         """Make every wait of this thread an error inside; `during` says what goes on, for the message."""
         before, self._here.during = self._during, during
+        self._changed()
         try:
             yield
         finally:
             self._here.during = before
+            self._changed()
 
     @contextmanager
     def permit(self, reason: str) -> Iterator[None]:
         """Allow waits inside again, and count one under `reason` if they were forbidden."""
         before, self._here.during = self._during, None
+        self._changed()
         if before is not None:
             self.permitted[reason] += 1
         try:
             yield
         finally:
             self._here.during = before
+            self._changed()
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Have the driver look for waits as well, where it can: those that are forbidden are errors of its own kind."""
+        yield
 
     def check(self, call: str) -> None:
         """Called by a runtime before it blocks the host.
@@ -63,6 +73,9 @@ class SyncGuard:
         during = self._during
         if during is not None:
             raise HostSyncError(call, during)
+
+    def _changed(self) -> None:
+        """Called when what this thread may do has changed."""
 
     @property
     def _during(self) -> str | None:

@@ -1,6 +1,6 @@
 """Whether a small checkpoint answers on a backend as it does on the CPU, token by token.
 
-    python tools/same_answers.py --backend cuda_sm90 [--model DIR] [--suite tiny] [--limit 6]
+    python tools/same_answers.py --backend cuda_sm90 [--model DIR] [--suite tiny] [--limit 6] [--score 16] [--jobs 3]
 
 Questions are the first items of each task of an evaluation suite. The CPU answers them greedily. The backend is made to
 say the same tokens (`golden_token_ids`), so that every position is judged behind the same text, and tells which token
@@ -9,15 +9,24 @@ backend's own free answers are compared as well, for information: behind a tie t
 
 Twice: in float32 with unrounded caches, where two right programs differ in the last bits only, and in bfloat16 as
 served. Without `--model` a random checkpoint is made, which is never sure for long and so the harder test of the two.
+
+Kernels that have no proof are not verified first, since answers are what is judged here.
+
+With `--score N` both are asked N items of each task in bfloat16, and as many answers must be right, but for chance: as
+far as answers differ at all, a difference is as likely to help as to harm.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
+import multiprocessing
 import sys
 import tempfile
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -26,7 +35,7 @@ import torch
 from deepinfer import LLM, SamplingParams
 from deepinfer.core.outputs import CompletionOutput
 from deepinfer.entrypoints.eval_tasks import make_items
-from deepinfer.entrypoints.evaluation import chosen_tasks
+from deepinfer.entrypoints.evaluation import Evaluation, chosen_tasks, evaluate
 from deepinfer.models.deepseek_v41_flash.make_tiny import make_tiny
 
 SURE: Final = {"float32": 1e-3, "bfloat16": 0.5}
@@ -39,6 +48,8 @@ NUMERICS: Final[dict[str, dict[str, Any]]] = {
     "bfloat16": {},
 }
 MAX_TOKENS: Final = 24
+SIGMAS: Final = 2.5
+"""Standard deviations that scores may be apart."""
 
 
 @dataclass
@@ -139,19 +150,30 @@ def main() -> int:
     parser.add_argument("--model", help="a checkpoint folder; one is made when none is named")
     parser.add_argument("--suite", default="tiny")
     parser.add_argument("--limit", type=int, default=6, help="items of each task")
+    parser.add_argument("--score", type=int, default=0, help="items of each task whose answers are judged as well")
+    parser.add_argument("--jobs", type=int, default=1, help="processes: most of the time is compiling for the device")
     options = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as place:
         model = options.model or str(Path(place) / "random")
         if not options.model:
             make_tiny(model, seed=5)
-        holds = [run(model, dtype, options.backend, options.suite, options.limit) for dtype in NUMERICS]
+        asked = (options.backend, options.suite)
+        tasks = [partial(run, model, dtype, *asked, options.limit) for dtype in NUMERICS]
+        if options.score:
+            tasks.append(partial(score, model, *asked, options.score))
+        if options.jobs == 1:
+            holds = [task() for task in tasks]
+        else:
+            with ProcessPoolExecutor(options.jobs, multiprocessing.get_context("spawn")) as pool:
+                holds = [done.result() for done in [pool.submit(task) for task in tasks]]
     return 0 if all(holds) else 1
 
 
 def run(model: str, dtype: str, backend: str, suite: str, limit: int) -> bool:
     """One line of the table; whether it holds."""
-    settings = {"dtype": dtype, **NUMERICS[dtype]}
+    torch.set_num_threads(1)
+    settings = {"dtype": dtype, "verify_kernels": False, **NUMERICS[dtype]}
     with LLM(model, backend="cpu", **settings) as llm:
         prompts = questions(llm, suite, limit)
         here = ask(llm, prompts)
@@ -165,6 +187,37 @@ def run(model: str, dtype: str, backend: str, suite: str, limit: int) -> bool:
         flush=True,
     )
     return holds
+
+
+def score(model: str, backend: str, suite: str, limit: int) -> bool:
+    """One more line: how many answers are right, by the rules of `deepinfer eval`; whether that is as on the CPU."""
+    torch.set_num_threads(1)
+    results = {}
+    for name in ("cpu", backend):
+        result = Evaluation(model, suite, {})
+        with LLM(model, backend=name, verify_kernels=False) as llm:
+            evaluate(llm, chosen_tasks(suite), result, limit=limit)
+        results[name] = result
+    here, there = results["cpu"], results[backend]
+    differing = sum(mine != theirs for mine, theirs in zip(here.answers, there.answers, strict=True))
+    holds = not there.total.failed and scores_agree(here.total.correct, there.total.correct, differing)
+    print(
+        f"{'ok  ' if holds else 'FAIL'} bfloat16: {here.total.correct} of {here.total.total} answers are right on the "
+        f"CPU, {there.total.correct} on {backend}; {differing} answers differ, {there.total.failed} failed",
+        flush=True,
+    )
+    return holds
+
+
+def scores_agree(here: int, there: int, differing: int) -> bool:
+    """Whether two numbers of right answers are as near as chance brings them.
+
+    Args:
+        here: right answers of one.
+        there: of the other.
+        differing: answers that are not equal.
+    """
+    return abs(here - there) <= SIGMAS * math.sqrt(differing)
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ from deepinfer.backends.fake.streams import Device, Work
 from deepinfer.backends.fake.tensor import DEVICE, FakeTensor
 from deepinfer.ops.backend import Plan
 from deepinfer.ops.collectives import Rendezvous
+from deepinfer.ops.defaults import NewMemory
 from deepinfer.ops.errors import CaptureError, OpArgumentError, OutOfDeviceMemoryError
 from deepinfer.ops.pools import PoolAccount
 from deepinfer.ops.runtime import Capabilities, MemoryInfo, PoolStats, Stream
@@ -194,6 +195,10 @@ class FakeRuntime:
             self.refuse_in_graph("a copy to the host")
             work, target = copy_out(self.ref(tensor))
             return HostCopy(self, self.submit(work), target)
+
+    def landing(self, shape: tuple[int, ...], dtype: torch.dtype) -> NewMemory:
+        """Every copy has memory of its own, which nobody finds overwritten."""
+        return NewMemory(self)
 
     def event(self) -> FakeEvent:
         """A new event; until it is recorded it counts as reached."""

@@ -209,7 +209,11 @@ def engram_hash(
     return out
 
 
-@KERNELS.implements(engram_ops.engram_fetch)
+def _reads_on_host(table: Tensor | QTensor, rows: Tensor, out_dtype: torch.dtype) -> str:
+    return "rows of a table on the host are read there" if table.device != rows.device else ""
+
+
+@KERNELS.implements(engram_ops.engram_fetch, waits=_reads_on_host)
 def engram_fetch(table: Tensor | QTensor, rows: Tensor, out_dtype: torch.dtype, *, out: Tensor | None = None) -> Tensor:
     """A program per table row. From a table in host memory the rows are picked there first, and the host waits.
 

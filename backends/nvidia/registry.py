@@ -12,6 +12,7 @@ from torch import Tensor
 
 from deepinfer.ops.backend import Backend, BindContext, Dims, Implementation, Plan
 from deepinfer.ops.spec import OpSpec
+from deepinfer.ops.sync_guard import SyncGuard
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -28,15 +29,24 @@ class KernelPlan:
         scratch_bytes: bytes between the launches of one run.
         persistent_bytes: none of these kernels keeps anything.
         capturable: False where a run needs the host.
+        guard: of the runtime, asked for leave where the host waits.
+        waits: takes the op's arguments, and says why the host waits in a run with them; empty where it does not.
     """
 
     function: Callable[..., Any]
     scratch_bytes: int = 0
     persistent_bytes: int = 0
     capturable: bool = True
+    guard: SyncGuard | None = None
+    waits: Callable[..., str] | None = None
 
     def run(self, *inputs: Any, out: Any = None, scratch: Tensor | None = None, **options: Any) -> Any:
         """Launch; without `out` the results are new memory."""
+        if self.waits is not None and self.guard is not None:
+            reason = self.waits(*inputs)
+            if reason:
+                with self.guard.permit(reason):
+                    return self.function(*inputs, out=out, **options)
         if scratch is not None:
             return self.function(*inputs, out=out, scratch=scratch, **options)
         return self.function(*inputs, out=out, **options)
@@ -73,6 +83,7 @@ class KernelSet:
         capturable: bool = True,
         scratch: Callable[[Dims, BindContext], int] | None = None,
         sources: tuple[str, ...] = (),
+        waits: Callable[..., str] | None = None,
     ) -> Callable[[F], F]:
         """Collect a function `f(*the op's arguments, out=None)` that launches kernels.
 
@@ -84,12 +95,14 @@ class KernelSet:
             capturable: False where a run needs the host.
             scratch: bytes that a run needs between its launches; the function then takes `scratch` too.
             sources: files of this folder that the kernel is made of, beside its own and the common ones.
+            waits: says why the host waits in a run with these arguments, empty where it does not; without scratch.
         """
 
         def wrap(function: F) -> F:
             def bind(dims: Dims, ctx: BindContext) -> Plan:
                 num_bytes = scratch(dims, ctx) if scratch is not None else 0
-                return KernelPlan(function, scratch_bytes=num_bytes, capturable=capturable)
+                guard = ctx.runtime.sync_guard if waits is not None else None
+                return KernelPlan(function, num_bytes, capturable=capturable, guard=guard, waits=waits)
 
             own = Path(inspect.getfile(function)).name
             files = tuple(f"../nvidia/{name}" for name in dict.fromkeys((own, *_COMMON, *sources)))

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -17,6 +17,29 @@ from deepinfer.ops.defaults import RuntimeDefaults
 from deepinfer.ops.errors import CaptureError, DeviceError, OpArgumentError, OutOfDeviceMemoryError
 from deepinfer.ops.runtime import Capabilities, Event, HostCopy, MemoryInfo, Stream
 from deepinfer.ops.sync_guard import SyncGuard
+
+_STAGED_BYTES: Final = 1 << 20
+
+
+class CudaSyncGuard(SyncGuard):
+    """A guard that lets torch raise where one of its own calls would wait: an item, a copy of pageable memory."""
+
+    _watches = False
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """As `SyncGuard.watched`; for the whole process, so no other thread may use a device meanwhile."""
+        self._watches = True
+        self._changed()
+        try:
+            yield
+        finally:
+            self._watches = False
+            torch.cuda.set_sync_debug_mode("default")
+
+    def _changed(self) -> None:
+        if self._watches:
+            torch.cuda.set_sync_debug_mode("error" if self.is_forbidden else "default")
 
 
 class CudaRuntime(RuntimeDefaults):
@@ -42,7 +65,7 @@ class CudaRuntime(RuntimeDefaults):
             collectives=torch.distributed.is_available() and torch.distributed.is_nccl_available(),
             num_devices=torch.cuda.device_count(),
         )
-        self.sync_guard = SyncGuard()
+        self.sync_guard: SyncGuard = CudaSyncGuard()
         self._streams: dict[int, torch.cuda.Stream] = {}
 
     def stream_now(self) -> torch.cuda.Stream:
@@ -79,6 +102,11 @@ class CudaRuntime(RuntimeDefaults):
         """
         return self.empty(shape, dtype).zero_()
 
+    def alone(self, tensor: Tensor) -> Tensor:
+        """The same memory as a tensor whose storage is its own, and lives as long as any view of it."""
+        made: Tensor = torch.utils.dlpack.from_dlpack(torch.utils.dlpack.to_dlpack(tensor))  # type: ignore[attr-defined]
+        return made
+
     def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Zeroed page-locked host memory."""
         return torch.zeros(shape, dtype=dtype, pin_memory=True)
@@ -93,7 +121,10 @@ class CudaRuntime(RuntimeDefaults):
         if host.device.type != "cpu":
             raise OpArgumentError(f"to_device takes a tensor of the host, got one on {host.device}")
         made = self.empty(tuple(host.shape), host.dtype)
-        made.copy_(host, non_blocking=host.is_pinned())
+        if host.is_pinned():
+            made.copy_(host, non_blocking=True)
+        else:
+            _copy_staged(made, host)
         return made
 
     def to_host(self, tensor: Tensor) -> Tensor:
@@ -109,6 +140,10 @@ class CudaRuntime(RuntimeDefaults):
         done.record(self.stream_now())
         return CudaCopy(host, done, self.sync_guard)
 
+    def landing(self, shape: tuple[int, ...], dtype: torch.dtype) -> CudaLanding:
+        """Pinned memory and an event, used again by every copy."""
+        return CudaLanding(self, self.pinned(shape, dtype).view(-1))
+
     def write(self, target: Tensor, host: Tensor) -> None:
         """Copy a host tensor into device memory that exists, on the current stream; it is free on return.
 
@@ -116,8 +151,7 @@ class CudaRuntime(RuntimeDefaults):
             OpArgumentError: shape or dtype differ.
         """
         _check_like(target, host)
-        # a copy from pageable memory has read its source when the call returns
-        target.copy_(host.clone() if host.is_pinned() else host)
+        _copy_staged(target, host)
 
     def write_later(self, target: Tensor, host: Tensor) -> None:
         """As `write`, but the host goes on at once and pinned memory is read later.
@@ -187,12 +221,14 @@ class CudaRuntime(RuntimeDefaults):
         return replay
 
     def communicator(self, rendezvous: Rendezvous | None = None) -> Communicator:
-        """This rank's end of an NCCL group.
+        """This rank's end of an NCCL group; one rank that has no store needs none.
+
+        Graphs that hold its collectives are to be dropped before it is closed: NCCL waits for them.
 
         Raises:
             NotImplementedError: this torch has no NCCL and there is more than one rank.
         """
-        if rendezvous is None or rendezvous.world_size == 1:
+        if rendezvous is None or rendezvous.store is None:
             return super().communicator(rendezvous)
         if not self.capabilities.collectives:
             raise NotImplementedError("this torch is built without NCCL, so its devices join no ranks")
@@ -208,8 +244,21 @@ class CudaRuntime(RuntimeDefaults):
         )
 
 
+def _copy_staged(target: Tensor, host: Tensor) -> None:
+    """Copy from host memory that is free on return.
+
+    What a step sends is small and goes through pinned memory, which torch keeps until the copy has run: torch's own
+    copy from other memory waits for all work of the stream.
+    """
+    if host.nbytes <= _STAGED_BYTES:
+        staged = torch.empty(host.shape, dtype=host.dtype, pin_memory=True)
+        target.copy_(staged.copy_(host), non_blocking=True)
+    else:
+        target.copy_(host.clone() if host.is_pinned() else host)  # the wait that reads all of it
+
+
 def _check_like(target: Tensor, host: Tensor) -> None:
-    if host.device.type != "cpu" or host.shape != target.shape or host.dtype != target.dtype:
+    if not host.is_cpu or host.shape != target.shape or host.dtype != target.dtype:
         raise OpArgumentError(
             f"write takes a host tensor like its target, {list(target.shape)} {target.dtype}; got "
             f"{list(host.shape)} {host.dtype} on {host.device}"
@@ -236,6 +285,30 @@ class CudaCopy:
             self.guard.check("waiting for a copy to the host")
             self.done.synchronize()
         return self.host
+
+
+class CudaLanding:
+    """Pinned memory that copies come to.
+
+    Args:
+        runtime: whose.
+        host: all of it, with one axis.
+    """
+
+    def __init__(self, runtime: CudaRuntime, host: Tensor) -> None:
+        self._runtime, self._host = runtime, host
+        self._done = torch.cuda.Event()
+        self._newest = CudaCopy(host, self._done, runtime.sync_guard)
+
+    def begin(self, tensor: Tensor) -> CudaCopy:
+        """As `Landing.begin`."""
+        copy = self._newest
+        if copy.host.shape != tensor.shape:
+            part = self._host[: tensor.numel()].view(tensor.shape)
+            copy = self._newest = CudaCopy(part, self._done, self._runtime.sync_guard)
+        copy.host.copy_(tensor, non_blocking=True)
+        self._done.record(self._runtime.stream_now())
+        return copy
 
 
 @dataclass(frozen=True)

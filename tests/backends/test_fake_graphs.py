@@ -273,7 +273,7 @@ def test_a_model_that_allocates_is_run_without_graphs(caplog):
 
 
 def test_what_does_not_fit_is_not_captured(fake, wanted, monkeypatch):
-    monkeypatch.setattr(step_graphs, "GraphMemory", lambda runtime: GraphMemory(runtime, limit_bytes=0))
+    monkeypatch.setattr(step_graphs, "GraphMemory", lambda runtime, _: GraphMemory(runtime, limit_bytes=0))
     llm = fake(speculation="coupled", draft_schedule="fixed")
     assert generate(llm) == wanted["mixed"]
     assert llm.stats.num_graph_steps == 0 and llm.stats.graph_reason == ""

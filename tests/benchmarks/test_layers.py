@@ -3,6 +3,7 @@
 import json
 import math
 import sys
+from dataclasses import replace
 
 import layers
 import pytest
@@ -84,10 +85,10 @@ def test_a_run_on_the_cpu_measures_what_was_asked_for(tiny_config, tmp_path, mon
     lines = facts["lines"]
     assert [(x["kind"], x["batch"], x["context"], x["speculation"]) for x in lines] == [
         ("prefill", 2, 70, False),
-        ("decode", 1, 100, False),
         ("decode", 3, 100, False),
-        ("decode", 1, 100, True),
+        ("decode", 1, 100, False),
         ("decode", 3, 100, True),
+        ("decode", 1, 100, True),
     ]
     for line in lines:
         assert line["step_us"] > 0 and line["captured"] == 0.0  # the CPU has no graphs
@@ -106,7 +107,39 @@ def test_steps_are_replayed_where_graphs_are_on(tiny_config):
 
 
 def test_nothing_new_is_begun_when_time_is_over(tiny_config):
-    assert run(tiny_config, "--layers", "3", "--batches", "1", "--contexts", "40", "--seconds", "0") == []
+    said = run(
+        tiny_config, "--layers", "3", "--batches", "1,2", "--contexts", "40", "--prefill", "70", "--seconds", "0",
+        "--speculation", "off",
+    )  # fmt: skip
+    assert [str(one) for one in said] == [
+        "prefill, context 70: not measured, time was over",
+        "decode, batch 2, context 40: not measured, time was over",
+        "decode, batch 1, context 40: not measured, time was over",
+    ]
+
+
+def test_steps_with_drafts_are_replayed_and_draw_until_they_are_counted(tiny_config):
+    lines = run(
+        tiny_config, "--backend", "fake", "--layers", "3", "--batches", "1,2", "--contexts", "40", "--prefill", "",
+        "--speculation", "on", "--temperature", "1.0", "--steps", "8",
+    )  # fmt: skip
+    assert [(line.batch, line.captured, line.eager) for line in lines] == [(2, 1.0, ""), (1, 1.0, "")]
+    assert all(1.0 <= line.drawn <= 6.0 for line in lines)
+
+
+def test_what_does_not_fit_into_memory_is_said_and_the_rest_measured(tiny_config, monkeypatch):
+    own = layers.CacheSizes.of
+
+    def sizes(spec, config, *args, **kwargs):
+        found = own(spec, config, *args, **kwargs)
+        return replace(found, fixed_bytes=1 << 60) if config.max_num_seqs > 1 else found
+
+    monkeypatch.setattr(layers.CacheSizes, "of", sizes)
+    skipped, line = run(
+        tiny_config, "--layers", "3", "--batches", "1,2", "--contexts", "40", "--prefill", "", "--speculation", "off",
+    )  # fmt: skip
+    assert str(skipped).startswith("decode, batch 2, context 40: not measured, its caches take 1152921504.6 GB and")
+    assert (line.batch, line.context) == (1, 40)
 
 
 def test_drafts_pay_when_they_make_up_for_the_longer_step():

@@ -119,6 +119,7 @@ def run_semantics(session: Session) -> None:
         "KV-2 preempted requests resume to the same answer": _preemption,
         "asynchronous steps give the same tokens": lambda bench: bench.same(async_scheduling=True),
         "captured decode steps give the bits of eager ones": _captured,
+        "steps that are launched ahead wait for nothing": _waits,
         "rejected drafts are rolled back": _rollback,
         "a reused prefix gives the same answer": _prefix,
         "cancelled requests give back everything": _cancel,
@@ -226,6 +227,29 @@ def _captured(bench: Bench) -> Verdict:
                 stats = llm.stats
                 said = stats.graph_reason or f"steps without a graph: {stats.num_eager_steps}"
                 yield Check(f"replays, {label}", stats.num_graph_steps > 0 and not stats.graph_reason, said)
+
+
+def _waits(bench: Bench) -> Verdict:
+    """Once kernels are loaded; by the guard, and by the driver where that can tell."""
+    guard = bench.session.runtime.sync_guard
+    drafting: dict[str, Any] = {"speculation": "coupled", "draft_schedule": "fixed"}
+    for label, settings in (("alone", {}), ("with drafts", drafting)):
+        with bench.engine(async_scheduling=True, **settings) as llm:
+            want = bench.run(llm, bench.prompts, bench.params)
+            with guard.watched():
+                yield equal(f"equal, {label}", bench.run(llm, bench.prompts, bench.params), want)
+            stats = llm.stats
+            other = stats.permitted_waits.keys() - _OWN_WAITS
+            waits = not stats.is_async or not other
+            yield Check(f"waits, {label}", waits, f"a launch waited, with leave: {', '.join(sorted(other))}")
+
+
+_OWN_WAITS = {
+    "a decode step is captured",
+    "a step's buffers are still being copied",
+    "rows of a table on the host are read there",
+}
+"""What a launch may wait for: a new graph, memory that it is about to write, and ids that the host must look up."""
 
 
 def _rollback(bench: Bench) -> Verdict:

@@ -91,7 +91,8 @@ def _device_checks(session: Session) -> list[Check]:
     runtime.write(table[2:5, 1], torch.tensor([1.0, 2.0, 3.0]))
     written = torch.equal(runtime.to_host(table), wanted)
     checks.append(Check("write", written, "a copy into a strided view did not write its elements and no others"))
-    checks += [_stream_check(runtime), _pool_check(runtime), _late_copy_check(runtime), _time_check(runtime)]
+    checks += [_stream_check(runtime), _pool_check(runtime), _late_copy_check(runtime), _landing_check(runtime)]
+    checks.append(_time_check(runtime))
     checks.append(Check("waits", _asks_guard(runtime), "to_host or synchronize does not ask sync_guard"))
     kind = runtime.device.type
     checks.append(Check("device", there.device.type == kind, f"tensors are on {there.device.type}, not on {kind}"))
@@ -103,6 +104,14 @@ def _late_copy_check(runtime: Runtime) -> Check:
     host = torch.arange(50, dtype=torch.int64)
     copy = runtime.to_host_later(runtime.to_device(host))
     return Check("late copies", torch.equal(copy.wait(), host), "to_host_later brought something else")
+
+
+def _landing_check(runtime: Runtime) -> Check:
+    """Copies of several lengths that come to the same memory."""
+    host = torch.arange(50, dtype=torch.int64)
+    there, landing = runtime.to_device(host), runtime.landing((50,), torch.int64)
+    came = all(torch.equal(landing.begin(there[:count]).wait(), host[:count]) for count in (50, 20, 20, 33))
+    return Check("landings", came, "a copy that came behind another brought something else")
 
 
 def _time_check(runtime: Runtime) -> Check:

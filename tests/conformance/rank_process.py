@@ -34,6 +34,7 @@ LIFETIME = 120.0
 """Seconds after which the suite ends processes that are still there."""
 JOIN_TIMEOUT = 2.0
 RANKS = 3
+"""Of the suite: with fewer, not every case can be run."""
 STEPS = 3
 ABSENT = "a rank that never comes is named"
 KILLED_WAITED_FOR = "a rank that is killed while others wait is named by all"
@@ -59,12 +60,13 @@ class RankRun:
     errors: str = ""
 
 
-def run_processes(backend: str, cases: Sequence[str]) -> list[RankRun]:
-    """Run cases on `RANKS` processes, one after the other.
+def run_processes(backend: str, cases: Sequence[str], ranks: int = RANKS) -> list[RankRun]:
+    """Run cases on so many processes, one after the other.
 
     Args:
         backend: name of an installed one.
         cases: names out of `PROGRAMS`, then out of `ENDINGS` in their order.
+        ranks: how many processes.
 
     Returns:
         One run per process.
@@ -74,8 +76,8 @@ def run_processes(backend: str, cases: Sequence[str]) -> list[RankRun]:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=TIMEOUT))
     with tempfile.TemporaryDirectory() as folder:
         started = []
-        for rank in range(RANKS):
-            task = json.dumps([backend, rank, store.port, str(_lines(folder, rank)), list(cases)])
+        for rank in range(ranks):
+            task = json.dumps([backend, rank, ranks, store.port, str(_lines(folder, rank)), list(cases)])
             command = [sys.executable, "-m", "deepinfer.conformance.rank_process", task]
             with _errors(folder, rank).open("w") as errors:
                 environment = {**os.environ, "OMP_NUM_THREADS": "1", "LOCAL_RANK": str(rank)}
@@ -158,7 +160,7 @@ def _run(case: str, backend: Backend, runtime: Runtime, rendezvous: Rendezvous) 
         if case == ABSENT:
             return list(_join_without_one(runtime, rendezvous))
         if case == KILLED:  # rank 1 may be gone, and two are enough
-            if rendezvous.rank == 1:
+            if rendezvous.rank not in (0, VICTIMS[KILLED]):
                 return []
             rendezvous = replace(rendezvous, rank=rendezvous.rank // 2, world_size=2)
         group = runtime.communicator(rendezvous)
@@ -176,15 +178,15 @@ def main(task: str) -> None:
     """One rank: run the cases, each in a group of its own, and write what came of them."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-    name, rank, port, path, cases = json.loads(task)
+    name, rank, ranks, port, path, cases = json.loads(task)
     store: Any = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=LIFETIME))
     backend = find_backend(name)
     runtime = open_runtime(backend)
     store.set(f"up/{rank}", b"1")  # so that slow starts do not count against a case
-    store.wait([f"up/{other}" for other in range(RANKS)])
+    store.wait([f"up/{other}" for other in range(ranks)])
     with Path(path).open("w", encoding="utf-8") as out:
         for number, case in enumerate(cases):
-            checks = _run(case, backend, runtime, Rendezvous(rank, RANKS, store, TIMEOUT, f"case-{number}"))
+            checks = _run(case, backend, runtime, Rendezvous(rank, ranks, store, TIMEOUT, f"case-{number}"))
             out.write(json.dumps([case, [asdict(check) for check in checks]]) + "\n")
             out.flush()
 

@@ -10,6 +10,7 @@ from deepinfer.core.caches import CacheStore
 from deepinfer.core.config import EngineConfig
 from deepinfer.core.engine import Engine
 from deepinfer.core.errors import ConfigError
+from deepinfer.core.graph_memory import GRAPH_BYTES
 from deepinfer.models.interface import CacheSpec, RecordSpec, StateSpec
 from deepinfer.ops.formats import CacheFormat
 from deepinfer.testing import HashModel, NullModel
@@ -24,11 +25,18 @@ SPEC = CacheSpec(
 SMALL = {"block_size": 8, "window_page": 4, "max_num_seqs": 3, "max_num_batched_tokens": 16}
 
 
-def sizes_of(free_bytes=1 << 30, spec=SPEC, scratch_bytes=0, max_len=1 << 16, **settings):
+def sizes_of(free_bytes=1 << 30, spec=SPEC, scratch_bytes=0, max_len=1 << 16, captures=False, **settings):
     runtime = SimpleNamespace(memory_info=lambda: SimpleNamespace(free_bytes=free_bytes, total_bytes=free_bytes))
     config = EngineConfig(**(SMALL | settings))
     return config, CacheSizes.of(
-        spec, config, runtime, max_len=max_len, num_drafts=2, most_replayed=0, scratch_bytes=scratch_bytes
+        spec,
+        config,
+        runtime,
+        max_len=max_len,
+        num_drafts=2,
+        most_replayed=0,
+        scratch_bytes=scratch_bytes,
+        captures=captures,
     )
 
 
@@ -54,6 +62,17 @@ def test_blocks_take_all_that_is_left_and_no_more(budget, settings, scratch_byte
     config, sizes = sizes_of(1 << 22, scratch_bytes=scratch_bytes, **budget, **settings)
     total = taken(config, sizes) + scratch_bytes
     assert total <= 1 << 20 < total + sizes.block_bytes
+
+
+def test_captured_steps_are_left_their_memory_unless_a_budget_is_named() -> None:
+    config, plain = sizes_of(1 << 24, memory_utilization=0.25)
+    _, beside = sizes_of(1 << 24, memory_utilization=0.25, captures=True)
+    assert (plain.graph_bytes, beside.graph_bytes) == (0, 1 << 20)
+    assert taken(config, beside) <= 3 << 20 < taken(config, beside) + beside.block_bytes
+    _, named = sizes_of(1 << 24, kv_memory_bytes=1 << 22, captures=True)
+    assert taken(config, named) > (1 << 22) - named.block_bytes and named.graph_bytes == 1 << 20
+    _, large = sizes_of(1 << 40, captures=True)
+    assert large.graph_bytes == GRAPH_BYTES
 
 
 def test_no_more_blocks_than_all_sequences_could_fill() -> None:

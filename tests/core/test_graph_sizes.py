@@ -1,5 +1,7 @@
 """Shapes of captured steps, and the memory that graphs share."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -65,7 +67,7 @@ def test_the_same_calls_from_the_same_place_get_the_same_memory():
     assert len(set(first)) == 4 and all(address % 64 == first[0] % 64 for address in first)
     behind = memory.place
     later = addresses(memory, (9,))
-    memory.place = Place()
+    memory.begin(Place())
     assert addresses(memory, (3, 4), (3, 4), (0, 7), (5,)) == first and memory.place == behind
     assert addresses(memory, (9,)) == later and later[0] not in first
 
@@ -75,7 +77,7 @@ def test_shapes_share_memory_whatever_they_are(monkeypatch):
     memory = GraphMemory(HostRuntime())
     large = addresses(memory, (1000,), (900,), (5000,))
     taken = memory.num_bytes
-    memory.place = Place()
+    memory.begin(Place())
     assert addresses(memory, (10, 10))[0] == large[0]
     assert memory.num_bytes == taken == 2 * (1 << 12) + 5000 * 4 // 256 * 256 + 256
 
@@ -87,6 +89,53 @@ def test_what_is_beyond_the_limit_is_not_kept_and_marked(monkeypatch):
     assert not memory.has_overflowed
     beyond = memory.new((2000,), torch.float32)
     assert memory.has_overflowed and beyond.shape == (2000,) and memory.num_bytes == 1 << 12
+
+
+class SplittingRuntime(HostRuntime):
+    """Host memory of which parts can be told apart."""
+
+    def alone(self, tensor):
+        return torch.utils.dlpack.from_dlpack(torch.utils.dlpack.to_dlpack(tensor))
+
+
+def test_memory_of_results_that_nobody_holds_is_used_again_within_a_piece():
+    memory = GraphMemory(SplittingRuntime())
+    first, second, third = (memory.new((64,), torch.float32) for _ in range(3))
+    where, end = first.data_ptr(), memory.place
+    view = second[3:7]
+    del first, second
+    assert memory.new((64,), torch.float32).data_ptr() == where  # at once, its result is not kept here
+    assert memory.new((32,), torch.int64).data_ptr() == where
+    assert memory.place == end
+    larger = memory.new((65,), torch.float32)
+    assert larger.data_ptr() == third.data_ptr() + 256 and memory.place != end
+    del view  # the last that held the second result
+    assert memory.new((128,), torch.float32).data_ptr() == where  # both places together
+
+
+def test_results_of_another_piece_are_not_used_again():
+    memory = GraphMemory(SplittingRuntime())
+    first, inside = memory.new((64,), torch.float32), memory.new((64,), torch.float32)
+    behind = memory.place
+    memory.begin(behind)
+    where = first.data_ptr()
+    del first
+    assert memory.new((64,), torch.float32).data_ptr() not in (where, inside.data_ptr())
+
+
+def test_a_larger_place_is_split_and_joined_again():
+    memory = GraphMemory(SplittingRuntime())
+    sizes = (64, 192, 64)
+    held = [memory.new((size,), torch.float32) for size in sizes]
+    addresses, end = [tensor.data_ptr() for tensor in held], memory.place
+    for order in itertools.permutations(range(3)):
+        for index in order:
+            held[index] = None
+        parts = [memory.new((64,), torch.float32) for _ in range(5)]
+        assert [part.data_ptr() for part in parts] == [addresses[0] + 256 * i for i in range(5)]
+        del parts
+        held = [memory.new((size,), torch.float32) for size in sizes]
+        assert [tensor.data_ptr() for tensor in held] == addresses and memory.place == end
 
 
 @pytest.mark.parametrize("bad", [(0,), (4, -1), (2.5,), 8, ("4",), (True,)])

@@ -124,3 +124,33 @@ def test_what_was_recorded_on_the_short_way_serves_a_later_prompt(make):
     finish(engine)
     assert again.num_cached_tokens == 32  # two blocks, the second one filled by plain steps
     assert list(again.outputs[0].token_ids) == text[40:44]
+
+
+@pytest.mark.parametrize("settings", [{}, {"async_scheduling": True}], ids=["one by one", "launched ahead"])
+def test_memory_that_runs_out_between_equal_plans_preempts_as_ever(make, settings, monkeypatch):
+    """The plan is repeated until no block is left for somebody's next row."""
+    params = [replace(PARAMS[0], max_tokens=40, ignore_eos=True)] * 3
+    want = answers(make()[0], params)
+    engine, counts = make(num_kv_blocks=7, **settings)
+    repeated, plan = Counter(), engine.scheduler._plan_as_before
+    monkeypatch.setattr(engine.scheduler, "_plan_as_before", lambda: counted(repeated, plan()))
+    assert answers(engine, params) == want
+    assert engine.stats().num_preemptions > 0 and repeated[True] > 20 and counts[True] > 20
+    assert engine.stats().num_free_blocks == 7
+
+
+def test_equal_plans_end_where_somebody_reaches_the_limit(make, monkeypatch):
+    engine, _ = make(async_scheduling=True)
+    repeated, plan = Counter(), engine.scheduler._plan_as_before
+    monkeypatch.setattr(engine.scheduler, "_plan_as_before", lambda: counted(repeated, plan()))
+    limits = (6, 9, 17)
+    got = answers(engine, [replace(PARAMS[0], max_tokens=limit, ignore_eos=True) for limit in limits])
+    assert [len(ids) for ids, _, _ in got] == list(limits)
+    assert repeated[True] >= 8
+    # nobody ran a row behind its last token
+    assert engine.stats().num_steps <= max(limits) + 1
+
+
+def counted(counts, plan):
+    counts[plan is not None] += 1
+    return plan

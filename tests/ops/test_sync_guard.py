@@ -52,6 +52,19 @@ def test_forbidding_inside_of_a_permission_counts_again() -> None:
         guard.check("x")
 
 
+def test_a_subclass_hears_of_every_change_and_watching_changes_nothing_by_itself() -> None:
+    heard = []
+
+    class Listening(SyncGuard):
+        def _changed(self):
+            heard.append(self.is_forbidden)
+
+    guard = Listening()
+    with guard.watched(), guard.forbid("a test"), guard.permit("why"), guard.forbid("inner"):
+        pass
+    assert heard == [True, False, True, False, True, False]
+
+
 def test_other_threads_may_wait() -> None:
     guard = SyncGuard()
     seen = []

@@ -5,7 +5,7 @@ import pytest
 from deepinfer.core.outputs import CompletionOutput, Logprob
 from deepinfer.entrypoints.eval_tasks import SUITES
 from tools import same_answers
-from tools.same_answers import Comparison, compare, main
+from tools.same_answers import Comparison, compare, main, scores_agree
 
 
 def answer(ids, *tops):
@@ -44,8 +44,14 @@ def test_nothing_compared_holds_nothing():
 def test_a_backend_answers_like_itself(monkeypatch, capsys):
     chosen = {name: SUITES["tiny"][name] for name in ("copy", "add")}
     monkeypatch.setattr(same_answers, "chosen_tasks", lambda suite: chosen)
-    monkeypatch.setattr("sys.argv", ["same_answers.py", "--backend", "cpu", "--limit", "1"])
+    monkeypatch.setattr("sys.argv", ["same_answers.py", "--backend", "cpu", "--limit", "1", "--score", "1"])
     assert main() == 0
-    first, second = capsys.readouterr().out.splitlines()
+    first, second, third = capsys.readouterr().out.splitlines()
     assert first.startswith("ok   float32") and second.startswith("ok   bfloat16")
     assert "2 of 2 free answers are equal; largest difference of a log probability 0" in second
+    assert third == "ok   bfloat16: 0 of 2 answers are right on the CPU, 0 on cpu; 0 answers differ, 0 failed"
+
+
+def test_scores_may_differ_as_far_as_answers_do():
+    assert scores_agree(90, 90, 0) and scores_agree(90, 88, 1) and scores_agree(90, 84, 6)
+    assert not scores_agree(90, 89, 0) and not scores_agree(90, 83, 7) and not scores_agree(83, 90, 7)

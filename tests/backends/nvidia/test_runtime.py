@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import gc
+import weakref
 
 import pytest
 import torch
+from torch.distributed import HashStore
 
+from deepinfer.ops.collectives import Rendezvous
 from deepinfer.ops.errors import CaptureError, HostSyncError, OpArgumentError, OutOfDeviceMemoryError
+from deepinfer.ops.process_groups import GroupCommunicator
 from deepinfer.ops.runtime import Runtime
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
@@ -76,6 +80,19 @@ def test_events_order_streams_and_tell_the_time(runtime: Runtime) -> None:
     assert 0 < written.elapsed_ms(begin) <= end.elapsed_ms(begin)
 
 
+def test_a_landing_is_the_same_memory_for_every_copy(runtime: Runtime) -> None:
+    x = runtime.to_device(torch.arange(8, dtype=torch.int32))
+    landing = runtime.landing((8,), torch.int32)
+    first = landing.begin(x)
+    place = first.wait().data_ptr()
+    assert first.wait().is_pinned() and first.wait().tolist() == list(range(8))
+    second = landing.begin((x + 1)[:5])
+    assert second.wait().tolist() == [1, 2, 3, 4, 5] and second.wait().data_ptr() == place
+    with runtime.sync_guard.forbid("a step"):
+        third = landing.begin(x)
+    assert third.wait().tolist() == list(range(8))
+
+
 def test_waits_are_refused_where_they_are_forbidden(runtime: Runtime) -> None:
     x = runtime.zeros((4,), torch.float32)
     with runtime.sync_guard.forbid("a step"):
@@ -84,6 +101,26 @@ def test_waits_are_refused_where_they_are_forbidden(runtime: Runtime) -> None:
             with pytest.raises(HostSyncError, match="a step"):
                 wait()
     assert copy.wait().tolist() == [0.0] * 4
+
+
+def test_waits_inside_of_torch_are_errors_while_they_are_watched_for(runtime: Runtime) -> None:
+    x = runtime.zeros((4,), torch.float32)
+    guard = runtime.sync_guard
+    with guard.forbid("a step"):
+        assert x.sum().item() == 0.0  # nobody looks
+    with guard.watched():
+        assert x.sum().item() == 0.0  # nothing is forbidden
+        with guard.forbid("a step"):
+            small = runtime.to_device(torch.ones(4))
+            runtime.write(small, torch.full((4,), 3.0).pin_memory())
+            for wait in (x.sum().item, x.nonzero, x.tolist, lambda: x.copy_(torch.ones(4))):
+                with pytest.raises(RuntimeError, match="synchronizing CUDA operation"):
+                    wait()
+            with guard.permit("a test"):
+                assert x.sum().item() == 0.0
+            copy = runtime.to_host_later(x + 1)
+    assert small.tolist() == [3.0] * 4
+    assert copy.wait().tolist() == [1.0] * 4 and x.sum().item() == 0.0
 
 
 def test_a_pool_is_limited_and_accounted_for(runtime: Runtime) -> None:
@@ -122,3 +159,33 @@ def test_a_step_that_waits_cannot_be_captured(runtime: Runtime) -> None:
 def test_a_group_of_one_needs_no_network(runtime: Runtime) -> None:
     comm = runtime.communicator()
     assert comm.world_size == 1
+
+
+def test_a_group_of_one_in_a_store_goes_through_nccl_and_into_a_graph(runtime: Runtime) -> None:
+    if not runtime.capabilities.collectives:
+        pytest.skip("this torch is built without NCCL")
+    comm = runtime.communicator(Rendezvous(0, 1, HashStore()))
+    assert isinstance(comm, GroupCommunicator) and comm.capturable
+    x = runtime.to_device(torch.arange(6, dtype=torch.bfloat16).reshape(3, 2))
+    out = runtime.zeros((3, 2), torch.bfloat16)
+    comm.all_to_all(x, [3], [3], out=out)  # the first call makes the library's own streams
+    out.zero_()
+    replay = runtime.capture(lambda: comm.all_to_all(x, [3], [3], out=out))
+    assert not runtime.to_host(out).any()
+    replay()
+    assert torch.equal(runtime.to_host(out), runtime.to_host(x))
+    del replay  # the library waits for graphs that hold it
+    comm.close()
+
+
+def test_parts_of_memory_live_as_long_as_anybody_uses_them(runtime: Runtime) -> None:
+    whole = runtime.zeros((64,), torch.uint8)
+    gone: list[int] = []
+    part = runtime.alone(whole[16:32])  # type: ignore[attr-defined]
+    weakref.finalize(part.untyped_storage(), gone.append, 1)
+    view = part.view(torch.float32)[1:]
+    del part
+    view.fill_(1.0)
+    assert not gone and runtime.to_host(whole.view(torch.float32)).tolist() == [0.0] * 5 + [1.0] * 3 + [0.0] * 8
+    del view
+    assert gone == [1]
