@@ -20,16 +20,20 @@ FEW_ROWS: Final = 15
 """Up to so many rows a cluster of blocks works on each: more clusters of eight do not find room at once."""
 BLOCKS_OF_ROW: Final = 8
 _MOST_TILES_OF_FEW: Final = 10
-_MOST_PARTS: Final = 264
-"""Parts of rows up to which working on parts is faster than a block a row: two for each multiprocessor."""
-_PART_BYTES: Final = 64 * 513 * 4
-"""Scratch for the results of a part."""
+_MOST_PARTS: Final = 220
+"""Parts of rows up to which working on parts is faster than a block a row: twice as many as find room at once."""
+_MOST_PARTS_OF_ROW: Final = 8
+"""A block for each part of a row is a cluster, which has so many at most."""
+MARKING_BYTES: Final = 128 << 10
+"""Shared memory for a bit per slot of both caches; of larger ones, slots are marked in global memory one by one."""
 MANY_ROWS: Final = 1024
 """From so many rows on records are decoded once for all rows, where there is scratch for them."""
 _RECORD_BYTES: Final = 1024
 RECORDS_PER_ROW: Final = 32
 """Scratch for decoded records, in records for each row of the largest step."""
-_QUERY, _TILE, _PART = 65536, 65536, 8192
+BLOCK_THREADS: Final = 512
+"""Threads of a block of the attention kernels."""
+_QUERY, _TILE = 65536, 65536
 _ALIGNMENT: Final = 1024
 
 
@@ -39,7 +43,7 @@ class Form(enum.Enum):
     FEW = "a cluster of blocks a row"
     DIRECT = "blocks walk over rows and decode records"
     GATHERED = "blocks walk over rows and copy records decoded before"
-    PARTS = "a block for each part of a row; the only form with bits of its own"
+    PARTS = "a cluster of blocks a row, each with a part of it; the only form with bits of its own"
 
 
 @dataclass(frozen=True)
@@ -66,52 +70,48 @@ class Pages:
         tiles = self.tiles(window_columns, 0), self.tiles(0, kv_columns)
         return sum(-(-count // 2) for count in tiles)
 
-    def program(self, form: Form) -> CudaProgram:
-        """The attention kernel in one of its forms."""
+    def program(self, form: Form, parts: int = 0) -> CudaProgram:
+        """The attention kernel in one of its forms; for PARTS, with so many parts of a row."""
         if form is Form.FEW:
-            parts = wgmma("mma_scores", 64), wgmma("mma_values", 64, transposed=True, registers=True)
-            return self._program("sparse_attn_few.cu", "sparse_attn_few", {}, parts)
-        parts = wgmma("mma_scores", 32), wgmma("mma_values", 128, transposed=True)
-        macros = {"GATHERED": int(form is Form.GATHERED), "PARTS": int(form is Form.PARTS)}
-        return self._program("sparse_attn.cu", "sparse_attn", macros, parts)
+            widths = wgmma("mma_scores", 64), wgmma("mma_values", 64, transposed=True, registers=True)
+            return self._program(("sparse_attn_few.cu",), "sparse_attn_few", {}, widths)
+        widths = wgmma("mma_scores", 32), wgmma("mma_values", 128, transposed=True)
+        macros = {"GATHERED": int(form is Form.GATHERED), "PARTS": parts}
+        files = ("merge_parts.cuh", "sparse_attn.cu") if parts else ("sparse_attn.cu",)
+        return self._program(files, "sparse_attn", macros, widths)
 
     def helper(self, entry: str) -> CudaProgram:
-        """A kernel before attention ("mark_slots", "decode_records") or behind it ("merge_parts")."""
-        file = "merge_parts.cu" if entry == "merge_parts" else "gather_records.cu"
-        return self._program(file, entry, {}, ())
+        """A kernel before attention: "mark_slots" or "decode_records"."""
+        return self._program(("gather_records.cu",), entry, {}, ())
 
-    def _program(self, file: str, entry: str, macros: dict[str, int], generated: tuple[str, ...]) -> CudaProgram:
+    def _program(
+        self, files: tuple[str, ...], entry: str, macros: dict[str, int], generated: tuple[str, ...]
+    ) -> CudaProgram:
         pages = {"WINDOW_RECORDS": self.window_records, "KV_RECORDS": self.kv_records, "KV_FP4": int(self.kv_fp4)}
-        files = tuple(_FOLDER / name for name in ("hopper.cuh", "attention.cuh", file))
-        return CudaProgram(files, entry, {**macros, **pages}, generated)
+        paths = tuple(_FOLDER / name for name in ("hopper.cuh", "attention.cuh", *files))
+        return CudaProgram(paths, entry, {**macros, **pages}, generated)
 
 
 def shared_bytes(form: Form) -> int:
     """Dynamic shared memory of a block."""
     if form is Form.FEW:  # shares of probabilities and their sums, maxima, masks, barriers
         return _ALIGNMENT + _QUERY + 2 * _TILE + 2 * (8192 + 2048) + _MOST_TILES_OF_FEW * 256 + 512 + 16
-    return (
-        _ALIGNMENT + _QUERY + 2 * _TILE + 8192 + 1024 + 512 + 512 + 48
-    )  # probabilities, maxima, sums, masks, barriers
-
-
-def block_threads(form: Form) -> int:
-    """Threads of a block."""
-    return 384 if form is Form.GATHERED else 512
+    # probabilities, maxima, sums, masks, barriers
+    return _ALIGNMENT + _QUERY + 2 * _TILE + 8192 + 1024 + 512 + 512 + 96
 
 
 @lru_cache(maxsize=64)
-def attention_function(device: int, pages: Pages, form: Form) -> CudaFunction:
+def attention_function(device: int, pages: Pages, form: Form, parts: int = 0) -> CudaFunction:
     """The attention kernel, loaded."""
     with torch.cuda.device(device):
-        return CudaFunction(pages.program(form), "sm_90a", shared_bytes(form))
+        return CudaFunction(pages.program(form, parts), "sm_90a", shared_bytes(form))
 
 
 @lru_cache(maxsize=64)
 def helper_function(device: int, pages: Pages, entry: str) -> CudaFunction:
-    """A kernel before or behind attention, loaded."""
+    """A kernel before attention, loaded."""
     with torch.cuda.device(device):
-        return CudaFunction(pages.helper(entry), "sm_90a")
+        return CudaFunction(pages.helper(entry), "sm_90a", MARKING_BYTES if entry == "mark_slots" else 0)
 
 
 @dataclass(frozen=True)
@@ -134,6 +134,11 @@ class Room:
         return 16 + 4 * self.words
 
     @property
+    def holds_all_slots(self) -> bool:
+        """Whether the records of all slots have room."""
+        return self.records >= 32 * self.words
+
+    @property
     def records_start(self) -> int:
         """First byte of the records."""
         return -(-(self.cleared_bytes + 4 * self.words) // 16) * 16
@@ -144,14 +149,9 @@ def scratch_bytes(max_rows: int) -> int:
     return max_rows * RECORDS_PER_ROW * _RECORD_BYTES if max_rows >= MANY_ROWS else 0
 
 
-def parts_scratch_bytes() -> int:
-    """Scratch for as many parts of rows as are worked on at once."""
-    return _MOST_PARTS * _PART_BYTES
-
-
 def works_on_parts(num_rows: int, parts: int) -> bool:
     """Whether blocks should work on parts of rows, of so many parts each, where rows need not have the same bits."""
-    return parts > 1 and num_rows * parts <= _MOST_PARTS
+    return 1 < parts <= _MOST_PARTS_OF_ROW and num_rows * parts <= _MOST_PARTS
 
 
 def divide_scratch(num_bytes: int, window_slots: int, kv_slots: int) -> Room:

@@ -12,16 +12,16 @@ from torch import Tensor
 
 from deepinfer.backends.cuda_sm90 import BACKEND
 from deepinfer.backends.cuda_sm90.attention_forms import (
+    BLOCK_THREADS,
     BLOCKS_OF_ROW,
+    MARKING_BYTES,
     Form,
     Pages,
     Room,
     attention_function,
-    block_threads,
     choose_form,
     divide_scratch,
     helper_function,
-    parts_scratch_bytes,
     scratch_bytes,
     works_on_parts,
 )
@@ -37,11 +37,9 @@ _HEADS: Final = 64
 _DIM: Final = 512
 _CARRIED: Final = 512.0
 """Decoded keys are this much too small."""
-_HELPER_THREADS: Final = 256
-_GATHERING_BLOCKS: Final = 8
-"""Blocks a multiprocessor of the kernels that decode records beforehand."""
-_MERGED_HEADS: Final = 8
-"""Heads that a block merges."""
+_MARKING_THREADS, _DECODING_THREADS = 1024, 256
+_DECODING_BLOCKS: Final = 8
+"""Blocks a multiprocessor of the kernel that decodes records beforehand."""
 
 
 class _Params(ctypes.Structure):
@@ -50,9 +48,8 @@ class _Params(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("window", "kv", "window_slots", "kv_slots", "sink", "out", "lse")),
         *((name, ctypes.c_void_p) for name in ("gathered_bits", "gathered_places", "num_gathered", "gathered")),
-        *((name, ctypes.c_void_p) for name in ("part_out", "part_lse")),
         *((name, ctypes.c_uint64) for name in ("window_page_bytes", "kv_page_bytes", "window_pitch", "kv_pitch")),
-        *((name, ctypes.c_int) for name in ("rows", "window_columns", "kv_columns", "parts")),
+        *((name, ctypes.c_int) for name in ("rows", "window_columns", "kv_columns")),
         *((name, ctypes.c_uint32) for name in ("window_words", "capacity")),
         ("scale", ctypes.c_float),
     ]
@@ -93,7 +90,7 @@ def run(
         softmax_scale: see there.
         attn_sink: see there.
         out: memory for the results.
-        scratch: room for decoded records or for results of parts; without it the forms that need it are not used.
+        scratch: room for decoded records; without it the form that needs it is not used.
         invariant: rows have the same bits in any batch; False lets blocks work on parts of rows.
     """
     if kv_slots is None:
@@ -125,19 +122,13 @@ def run(
         rows=num_rows,
         window_columns=window_slots.shape[1],
         kv_columns=kv_columns,
-        parts=1,
         scale=softmax_scale * math.log2(math.e) * _CARRIED,
     )
     pages = Pages(window_cache.records, second.records, second.format.kind == "fp4")
-    query = tensor_map(q.view(num_rows * _HEADS, _DIM), _HEADS, 64)
+    maps = (_rows_of_heads(q),)
     parts = pages.parts(window_slots.shape[1], kv_columns)
-    if not invariant and scratch is not None and works_on_parts(num_rows, parts):
-        params.parts = parts
-        params.part_out = scratch.data_ptr()
-        params.part_lse = scratch.data_ptr() + num_rows * parts * _HEADS * _DIM * 4
-        _launch(Form.PARTS, query, params, pages, q.device.index)
-        blocks = num_rows * _HEADS // _MERGED_HEADS
-        helper_function(q.device.index, pages, "merge_parts").launch((blocks,), _HELPER_THREADS, (params,))
+    if not invariant and works_on_parts(num_rows, parts):
+        _launch(Form.PARTS, maps, params, pages, q.device.index, parts)
         return o, lse
     room = None
     if scratch is not None:
@@ -145,18 +136,20 @@ def run(
     form = choose_form(num_rows, pages.tiles(window_slots.shape[1], kv_columns), room)
     if form is Form.GATHERED and scratch is not None and room is not None:
         _gather(params, pages, room, scratch)
-        _launch(form, query, params, pages, q.device.index)
+        _launch(form, (*maps, _rows_of_heads(o)), params, pages, q.device.index)
+        if room.holds_all_slots:
+            return o, lse
         form = Form.DIRECT  # of the two that know about gathered records, one finds that it is not needed
-    _launch(form, query, params, pages, q.device.index)
+    _launch(form, maps, params, pages, q.device.index)
     return o, lse
 
 
-def _launch(form: Form, query: Any, params: _Params, pages: Pages, device: int) -> None:
+def _launch(form: Form, maps: tuple[Any, ...], params: _Params, pages: Pages, device: int, parts: int = 0) -> None:
     if form in (Form.FEW, Form.PARTS):
-        blocks = params.rows * (BLOCKS_OF_ROW if form is Form.FEW else params.parts)
+        blocks = params.rows * (BLOCKS_OF_ROW if form is Form.FEW else parts)
     else:
         blocks = min(_num_processors(device), params.rows)
-    attention_function(device, pages, form).launch((blocks,), block_threads(form), (query, params))
+    attention_function(device, pages, form, parts).launch((blocks,), BLOCK_THREADS, (*maps, params))
 
 
 def _gather(params: _Params, pages: Pages, room: Room, scratch: Tensor) -> None:
@@ -171,13 +164,19 @@ def _gather(params: _Params, pages: Pages, room: Room, scratch: Tensor) -> None:
     counts, bits, places, records = (
         ctypes.c_void_p(at) for at in (base, params.gathered_bits, params.gathered_places, params.gathered)
     )
-    blocks = _num_processors(device) * _GATHERING_BLOCKS
+    words, shared_words = ctypes.c_int(room.words), ctypes.c_int(MARKING_BYTES // 4)
+    processors = _num_processors(device)
     helper_function(device, pages, "mark_slots").launch(
-        (min(blocks, params.rows),), _HELPER_THREADS, (params, bits, counts)
+        (min(processors, params.rows),), _MARKING_THREADS, (params, bits, counts, words, shared_words)
     )
     helper_function(device, pages, "decode_records").launch(
-        (blocks,), _HELPER_THREADS, (params, bits, places, counts, records, ctypes.c_int(room.words))
+        (processors * _DECODING_BLOCKS,), _DECODING_THREADS, (params, bits, places, counts, records, words)
     )
+
+
+def _rows_of_heads(x: Tensor) -> Any:
+    """A map of queries or results, with boxes of a row's heads and 64 channels."""
+    return tensor_map(x.view(-1, _DIM), _HEADS, 64)
 
 
 def _rows(slots: Tensor) -> Tensor:
@@ -197,10 +196,10 @@ _SOURCES: Final = (
     "attention_forms.py",
     "cuda/hopper.cuh",
     "cuda/attention.cuh",
+    "cuda/merge_parts.cuh",
     "cuda/sparse_attn.cu",
     "cuda/sparse_attn_few.cu",
     "cuda/gather_records.cu",
-    "cuda/merge_parts.cu",
     "wgmma.py",
     "../nvidia/nvrtc.py",
     "../nvidia/attention.py",
@@ -223,5 +222,4 @@ def sparse_attn_wgmma(dims: Dims, ctx: BindContext) -> Plan:
 )
 def sparse_attn_parts(dims: Dims, ctx: BindContext) -> Plan:
     """As `sparse_attn_wgmma`, but few rows are worked on in parts, which are merged."""
-    num_bytes = max(scratch_bytes(ctx.max_tokens), parts_scratch_bytes())
-    return KernelPlan(partial(run, invariant=False), scratch_bytes=num_bytes)
+    return KernelPlan(partial(run, invariant=False), scratch_bytes=scratch_bytes(ctx.max_tokens))

@@ -30,12 +30,9 @@ struct Params {
   const u32* gathered_places;
   const u32* num_gathered;  // null where nothing was gathered
   const u16* gathered;
-  // Results of parts of rows, where a block works on one: [rows, parts, 64, 512] and [rows, parts, 64].
-  float* part_out;
-  float* part_lse;
   u64 window_page_bytes, kv_page_bytes;
   u64 window_pitch, kv_pitch;
-  int rows, window_columns, kv_columns, parts;
+  int rows, window_columns, kv_columns;
   u32 window_words;  // words of bits before those of `kv`
   u32 capacity;      // records that `gathered` holds; if there are more, none is there
   float scale;       // softmax_scale * log2(e) * 2^9
@@ -137,6 +134,15 @@ __device__ __forceinline__ void load_query(u32 to, const TensorMap* map, int row
   for (int i = 0; i < 8; i++) copy_box(to + i * kPart, map, i * 64, row * kHeads, barrier);
 }
 
+// Threads of all blocks of a cluster meet, and see what the others wrote before.
+__device__ __forceinline__ void blocks_meet() {
+  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+// The same for blocks whose shared memory others may have read until then; nothing written is seen for it.
+__device__ __forceinline__ void blocks_leave() {
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
+}
+
 // Tiles of the two lists. The loop of producers takes tiles of e2m1 records in pairs, so their number is even everywhere.
 __device__ __forceinline__ int tiles_of_window(const Params& p) { return (p.window_columns + kKeys - 1) / kKeys; }
 __device__ __forceinline__ int tiles_of_kv(const Params& p) {
@@ -234,4 +240,17 @@ __device__ __forceinline__ void store_results(u16* to, const float* sums, float 
   transpose(b);
   *reinterpret_cast<uint4*>(to) = make_uint4(a[0], a[1], a[2], a[3]);
   *reinterpret_cast<uint4*>(to + 8 * kChannels) = make_uint4(b[0], b[1], b[2], b[3]);
+}
+
+// Results of sixteen heads of a warp, 256 channels from the group's first on, as bfloat16 in the layout of a tile.
+__device__ __forceinline__ void store_tile(u32 to, const float (&sums)[2][64], int group, float factor0, float factor1) {
+  const int lane = threadIdx.x & 31, head = ((threadIdx.x >> 5) & 3) * 16 + (lane & 15);
+  const u32 line = to + group * 4 * kPart + head * 128;
+#pragma unroll
+  for (int i = 0; i < 16; i++) {
+    const float* of = sums[i >> 3] + (i & 7) * 8;
+    const u32 at = line + (i >> 2) * kPart + (((2 * (i & 3) + (lane >> 4)) ^ (lane & 7)) << 4);
+    store_matrices(at, round_pair(of[0] * factor0, of[1] * factor0), round_pair(of[2] * factor1, of[3] * factor1),
+                   round_pair(of[4] * factor0, of[5] * factor0), round_pair(of[6] * factor1, of[7] * factor1));
+  }
 }

@@ -47,6 +47,11 @@ __device__ __forceinline__ void copy_bytes(u32 to, const void* from, u32 bytes, 
                "r"(bytes), "r"(barrier)
                : "memory");
 }
+// A box of shared memory to element (x, y) of a tensor map, with the thread's other copies (`wait_for_reads_of_copies`).
+__device__ __forceinline__ void copy_box_out(const TensorMap* map, int x, int y, u32 from) {
+  asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%1, %2}], [%3];" ::"l"(map), "r"(x), "r"(y), "r"(from)
+               : "memory");
+}
 // Sixteen bytes, or zeros without a read, between places at multiples of 16: a copy of a thread, in no bulk.
 __device__ __forceinline__ void copy_16_or_zeros(u32 to, const void* from, bool there) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(there ? 16 : 0) : "memory");
@@ -79,6 +84,11 @@ __device__ __forceinline__ void load_8(u32 (&v)[2], u32 at) {
 __device__ __forceinline__ void load_16(u32 (&v)[4], u32 at) {
   asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3]) : "r"(at));
 }
+// Four matrices of 8 rows x 8 values of 16 bits, of which each lane holds neighbours of row lane / 4. Lane 8 i + r gives the
+// address of row r of matrix i.
+__device__ __forceinline__ void store_matrices(u32 row, u32 a, u32 b, u32 c, u32 d) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(row), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
+}
 
 // --- shared memory of the other blocks of a cluster -----------------------------------------------------------------------
 
@@ -93,6 +103,11 @@ __device__ __forceinline__ void store_far_f32(u32 far, float v) {
 }
 __device__ __forceinline__ void load_far_16(u32 (&v)[4], u32 far) {
   asm volatile("ld.shared::cluster.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3]) : "r"(far) : "memory");
+}
+__device__ __forceinline__ float load_far_f32(u32 far) {
+  float v;
+  asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(v) : "r"(far) : "memory");
+  return v;
 }
 // The places that the thread's copies to other blocks read from may be written again behind this.
 __device__ __forceinline__ void wait_for_reads_of_copies() {
@@ -120,6 +135,11 @@ __device__ __forceinline__ void mma_fence() { asm volatile("wgmma.fence.sync.ali
 __device__ __forceinline__ void mma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void mma_wait_all() { asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory"); }
 __device__ __forceinline__ void mma_wait_all_but_newest() { asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory"); }
+// As many groups as `Newest` may be under way still.
+template <int Newest>
+__device__ __forceinline__ void mma_wait_all_but() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(Newest) : "memory");
+}
 // Pins accumulators behind a wait, so that the compiler moves no read of them before it.
 template <int N>
 __device__ __forceinline__ void keep(float (&d)[N]) {

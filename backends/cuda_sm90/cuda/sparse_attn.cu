@@ -7,15 +7,20 @@
 // batch.
 //
 // Producers come in two forms. Eight warps read records and decode them, a batch of pieces ahead of their use; or, where
-// many rows share records that `gather_records.cu` decoded before, four warps copy them. Launched as a pair, one of the
-// two does the work: whether all records had room is known on the device only.
+// many rows share records that `gather_records.cu` decoded before, they copy them. Where room for all records is
+// not certain both forms are launched, and one does the work: how many there are is known on the device only.
+//
+// A buffer is freed by quarters, the keys of two producer warps each, as products with them end. In the copying form the results
+// of a row leave by bulk copies from the buffer of its last tile, while the next row's first tile is worked on; where decoding
+// bounds the time, threads write them.
 //
 // Where equal bits in any batch are not asked for, a block of the decoding form may work on a part of one row instead: two of
-// its tiles. `merge_parts.cu` merges what they find.
+// its tiles. The blocks of a row are a cluster, which merges what they find (`merge_parts.cuh`).
 //
-// Macros: GATHERED 1 for the copying form; PARTS 1 for parts of rows; those of `attention.cuh`.
+// Macros: GATHERED 1 for the copying form; PARTS the parts of a row, or 0; those of `attention.cuh`.
 
-constexpr int kProducerWarps = GATHERED ? 4 : 8, kProducerRegisters = GATHERED ? 88 : 80, kConsumerRegisters = GATHERED ? 208 : 176;
+constexpr int kProducerWarps = 8, kKeysOfWarp = kKeys / kProducerWarps;
+constexpr int kProducerRegisters = GATHERED ? 56 : 80, kConsumerRegisters = GATHERED ? 200 : 176;
 constexpr u32 kProbabilityBytes = 8192;
 
 // Place in the walk over rows of what producers bring: a tile, or of an e4m3 tile half of its channels.
@@ -37,28 +42,40 @@ struct Kind {
 };
 
 __device__ __forceinline__ void consumers_meet() { asm volatile("bar.sync 1, 256;" ::: "memory"); }
+__device__ __forceinline__ void producers_meet() { asm volatile("bar.sync 2, 256;" ::: "memory"); }
 
-extern "C" __global__ void __launch_bounds__(256 + 32 * kProducerWarps, 1)
-    sparse_attn(const __grid_constant__ TensorMap query_map, const __grid_constant__ Params p) {
+#if GATHERED
+#define OUT_MAP const __grid_constant__ TensorMap out_map,
+#else
+#define OUT_MAP
+#endif
+#if PARTS
+#define OF_A_CLUSTER __cluster_dims__(PARTS, 1, 1)
+#else
+#define OF_A_CLUSTER
+#endif
+
+extern "C" __global__ void OF_A_CLUSTER __launch_bounds__(512, 1)
+    sparse_attn(const __grid_constant__ TensorMap query_map, OUT_MAP const __grid_constant__ Params p) {
   if (p.num_gathered != nullptr && (*p.num_gathered <= p.capacity) != (GATHERED != 0)) return;
   extern __shared__ u8 raw[];
   const u32 query = (shared_address(raw) + 1023) & ~1023u, tiles = query + kQueryBytes;
   const u32 probabilities = tiles + 2 * kTileBytes, maxima = probabilities + kProbabilityBytes, sums = maxima + 1024;
-  const u32 masks = sums + 512, barriers = masks + 512;
-  const u32 full = barriers, empty = barriers + 16, query_full = barriers + 32, query_empty = barriers + 40;
+  const u32 masks = sums + 512, full = masks + 512, empty = full + 16;  // `empty`: four quarters of each buffer
+  const u32 query_full = empty + 64, query_empty = query_full + 8;
   const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31;
   const int window_tiles = tiles_of_window(p), kv_tiles = tiles_of_kv(p), num_tiles = window_tiles + kv_tiles;
-  const int first_row = PARTS ? blockIdx.x / p.parts : blockIdx.x, row_step = PARTS ? p.rows : gridDim.x;
-  int first_tile = 0, end_tile = num_tiles;
-  if (PARTS) {
-    const int part = blockIdx.x % p.parts, of_window = parts_of_window(p);
-    first_tile = part < of_window ? 2 * part : window_tiles + 2 * (part - of_window);
-    end_tile = min(first_tile + 2, part < of_window ? window_tiles : num_tiles);
-  }
+#if PARTS
+  const int first_row = blockIdx.x / PARTS, row_step = p.rows, part = blockIdx.x % PARTS, of_window = parts_of_window(p);
+  const int first_tile = part < of_window ? 2 * part : window_tiles + 2 * (part - of_window);
+  const int end_tile = min(first_tile + 2, part < of_window ? window_tiles : num_tiles);
+#else
+  const int first_row = blockIdx.x, row_step = gridDim.x, first_tile = 0, end_tile = num_tiles;
+#endif
   if (thread == 0) {
     for (int i = 0; i < 2; i++) {
       barrier_init(full + 8 * i, 32 * kProducerWarps + (GATHERED ? kProducerWarps : 0));
-      barrier_init(empty + 8 * i, 8);
+      for (int k = 0; k < 4; k++) barrier_init(empty + 32 * i + 8 * k, 8);
     }
     barrier_init(query_full, 1);
     barrier_init(query_empty, 8);
@@ -70,14 +87,32 @@ extern "C" __global__ void __launch_bounds__(256 + 32 * kProducerWarps, 1)
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kProducerRegisters));
     u32 tile = 0, query_phase = 0;
     const bool leads = thread == 256;
+    const u32 my_empty = empty + (warp - 8) / 2 * 8;
     auto bring_query = [&](int row) {
       if (row != first_row) barrier_wait(query_empty, query_phase ^ 1);
       query_phase ^= 1;
       load_query(query, &query_map, row, query_full);
     };
 #if GATHERED
-    // A warp copies 16 keys of a tile. Of each, lane `key` knows the place; slots are read two tiles ahead, places one.
-    const int key = (warp - 8) * 16 + (lane & 15);
+    // Results of the row whose last tile is number `closing` leave before the next tile but one comes to where they are.
+    u32 closing = num_tiles - 1;
+    int closing_row = first_row;
+    auto send_results = [&](u32 next_tile) {
+      if (next_tile != closing + 2) return;
+      if (leads) {
+        for (int i = 0; i < 8; i++) {
+          copy_box_out(&out_map, i * 64, closing_row * kHeads, tiles + (next_tile & 1) * kTileBytes + i * kPart);
+        }
+        wait_for_reads_of_copies();
+      }
+      __syncwarp();
+      producers_meet();
+      closing += num_tiles;
+      closing_row += row_step;
+    };
+
+    // A warp copies eight keys of a tile. Of each, lanes know the place; slots are read two tiles ahead, places one.
+    const int key = (warp - 8) * kKeysOfWarp + (lane & (kKeysOfWarp - 1));
     auto next = [&](Place& at) {
       if (++at.batch == num_tiles) at = Place{at.row + row_step, 0};
     };
@@ -106,13 +141,14 @@ extern "C" __global__ void __launch_bounds__(256 + 32 * kProducerWarps, 1)
       further = ahead;
       next(further);
       slot = slot_of(further);
-      barrier_wait(empty + 8 * buffer, ((tile >> 1) & 1) ^ 1);
-      if (lane < 16) store_f32(masks + buffer * 256 + key * 4, here < 0 ? kMasked : 0.f);
+      barrier_wait(my_empty + 32 * buffer, ((tile >> 1) & 1) ^ 1);
+      send_results(tile);
+      if (lane < kKeysOfWarp) store_f32(masks + buffer * 256 + key * 4, here < 0 ? kMasked : 0.f);
       __syncwarp();
       if (lane == 0) barrier_arrive(full + 8 * buffer);
 #pragma unroll 4
-      for (int i = 0; i < 16; i++) {
-        const int from = __shfl_sync(FULL_WARP, here, i), row = (warp - 8) * 16 + i;
+      for (int i = 0; i < kKeysOfWarp; i++) {
+        const int from = __shfl_sync(FULL_WARP, here, i), row = (warp - 8) * kKeysOfWarp + i;
         const u16* record = p.gathered + static_cast<u64>(max(from, 0)) * kChannels + lane * 8;
         const u32 to = keys + (lane >> 3) * kPart + row * 128 + (((lane & 7) ^ (row & 7)) << 4);
         copy_16_or_zeros(to, record, from >= 0);
@@ -123,10 +159,15 @@ extern "C" __global__ void __launch_bounds__(256 + 32 * kProducerWarps, 1)
       ahead = further;
       tile++;
     }
+    for (u32 i = tile; i < tile + 2; i++) {  // what no tile comes behind
+      if (i != closing + 2) continue;
+      barrier_wait(my_empty + 32 * (i & 1), ((i >> 1) & 1) ^ 1);
+      send_results(i);
+    }
 #else
     // A lane holds key (lane & 7) of its warp's eight and every fourth piece: eight lanes write eight keys, and the
     // swizzle spreads them over all banks. Records come one batch ahead of their use, slots two, across rows.
-    const int key8 = lane & 7, first_piece = lane >> 3, key = (warp - 8) * 8 + key8;
+    const int key8 = lane & 7, first_piece = lane >> 3, key = (warp - 8) * kKeysOfWarp + key8;
     const int window_batches = 2 * window_tiles;
     auto batch_of = [&](int tile) { return tile < window_tiles ? 2 * tile : window_batches + (kKvFp4 ? 1 : 2) * (tile - window_tiles); };
     const int first_batch = batch_of(first_tile), end_batch = batch_of(end_tile);
@@ -157,7 +198,7 @@ extern "C" __global__ void __launch_bounds__(256 + 32 * kProducerWarps, 1)
       const u32 buffer = tile & 1, to = tiles + buffer * kTileBytes + key * 128;
       constexpr bool opens = kind.fp4 || kind.half == 0, closes = kind.fp4 || kind.half == 1;
       if (opens) {
-        barrier_wait(empty + 8 * buffer, ((tile >> 1) & 1) ^ 1);
+        barrier_wait(my_empty + 32 * buffer, ((tile >> 1) & 1) ^ 1);
         if (first_piece == 0) store_f32(masks + buffer * 256 + key * 4, batch.there ? 0.f : kMasked);
       }
 #pragma unroll
@@ -197,6 +238,9 @@ extern "C" __global__ void __launch_bounds__(256 + 32 * kProducerWarps, 1)
 #pragma unroll 1
       for (int i = max(first_batch, window_batches); i < end_batch; i += 2) two_batches(Kind<kKvFp4, 0>{}, Kind<kKvFp4, 1>{});
     }
+#endif
+#if PARTS
+    merge_parts(p, tiles, maxima);
 #endif
     return;
   }
@@ -241,11 +285,13 @@ extern "C" __global__ void __launch_bounds__(256 + 32 * kProducerWarps, 1)
       find_probabilities(pairs, add0, add1, s, p.scale, top0, top1);
       sum0 = fmaf(sum0, shrink0, add0);
       sum1 = fmaf(sum1, shrink1, add1);
+      {  // sixteen heads of the warp by 32 keys
+        const u32 line = probabilities + ((warp & 3) * 16 + (lane & 15)) * 128;
 #pragma unroll
-      for (int i = 0; i < 4; i++) {
-        const u32 at = probabilities + head * 128 + (((group * 4 + i) ^ (head & 7)) << 4) + quarter * 4;
-        store_u32(at, pairs[2 * i]);
-        store_u32(at + 8 * 128, pairs[2 * i + 1]);
+        for (int i = 0; i < 4; i += 2) {
+          const u32 at = line + (((group * 4 + i + (lane >> 4)) ^ (lane & 7)) << 4);
+          store_matrices(at, pairs[2 * i], pairs[2 * i + 1], pairs[2 * i + 2], pairs[2 * i + 3]);
+        }
       }
       if (__any_sync(FULL_WARP, shrink0 != 1.f || shrink1 != 1.f)) {
 #pragma unroll
@@ -260,18 +306,26 @@ extern "C" __global__ void __launch_bounds__(256 + 32 * kProducerWarps, 1)
       consumers_meet();
       mma_fence();
 #pragma unroll
-      for (int half = 0; half < 2; half++) {
+      for (int i = 0; i < 4; i++) {
 #pragma unroll
-        for (int i = 0; i < 4; i++) {
+        for (int half = 0; half < 2; half++) {
           mma_values(o[half], rows_along_k(probabilities + 32 * i),
                      columns_along_k(keys + (group * 4 + half * 2) * kPart + i * 2048), 1);
         }
+        mma_commit();
       }
-      mma_commit();
+      const u32 freed = empty + 32 * buffer;
+      const bool frees = lane == 0 && !(GATHERED && j == end_tile - 1);  // there, results come to the buffer first
+      mma_wait_all_but<3>();
+      if (frees) barrier_arrive(freed);
+      mma_wait_all_but<2>();
+      if (frees) barrier_arrive(freed + 8);
+      mma_wait_all_but<1>();
+      if (frees) barrier_arrive(freed + 16);
       mma_wait_all();
       keep(o[0]);
       keep(o[1]);
-      if (lane == 0) barrier_arrive(empty + 8 * buffer);
+      if (frees) barrier_arrive(freed + 24);
     }
 
     sum0 = sum_of_quad(sum0);
@@ -280,34 +334,36 @@ extern "C" __global__ void __launch_bounds__(256 + 32 * kProducerWarps, 1)
       store_f32(sums + group * 256 + head * 4, sum0);
       store_f32(sums + group * 256 + head * 4 + 32, sum1);
     }
-    consumers_meet();
+    consumers_meet();  // behind it, both groups are done with all tiles
     // the lower keys first in both groups, so that both divide by the same bits
     sum0 = load_f32(sums + head * 4) + load_f32(sums + 256 + head * 4);
     sum1 = load_f32(sums + head * 4 + 32) + load_f32(sums + 256 + head * 4 + 32);
 #if PARTS
-    const float share0 = sum0 == 0.f ? 0.f : kCarried / sum0, share1 = sum1 == 0.f ? 0.f : kCarried / sum1;
-    const u64 first_head = static_cast<u64>(blockIdx.x) * kHeads + head;
-    float* part_out = p.part_out + first_head * kChannels + group * 256 + 2 * quarter;
-#pragma unroll
-    for (int i = 0; i < 32; i++) {
-      const float* of = o[i >> 4] + (i & 15) * 4;
-      *reinterpret_cast<float2*>(part_out + 8 * i) = make_float2(of[0] * share0, of[1] * share0);
-      *reinterpret_cast<float2*>(part_out + 8 * kChannels + 8 * i) = make_float2(of[2] * share1, of[3] * share1);
-    }
+    store_tile(tiles, o, group, sum0 == 0.f ? 0.f : 1.f / sum0, sum1 == 0.f ? 0.f : 1.f / sum1);
     if (group == 0 && quarter == 0) {
-      p.part_lse[first_head] = lse_of(sum0, top0, p.scale);
-      p.part_lse[first_head + 8] = lse_of(sum1, top1, p.scale);
+      store_f32(maxima + head * 4, top0);
+      store_f32(maxima + head * 4 + 32, top1);
+      store_f32(maxima + 256 + head * 4, sum0);
+      store_f32(maxima + 256 + head * 4 + 32, sum1);
     }
+    merge_parts(p, tiles, maxima);
 #else
     const float factor0 = last_factor(sum0, top0, p.sink[head], p.scale), factor1 = last_factor(sum1, top1, p.sink[head + 8], p.scale);
+#if GATHERED
+    const u32 last_buffer = (tile - 1) & 1;
+    store_tile(tiles + last_buffer * kTileBytes, o, group, factor0, factor1);
+    fence_async_units();
+    __syncwarp();
+    if (lane < 4) barrier_arrive(empty + 32 * last_buffer + 8 * lane);
+#else
     u16* to = p.out + (static_cast<u64>(row) * kHeads + head) * kChannels + group * 256 + 8 * quarter;
 #pragma unroll
     for (int i = 0; i < 8; i++) store_results(to + 32 * i, o[i >> 2] + (i & 3) * 16, factor0, factor1, quarter);
+#endif
     if (group == 0 && quarter == 0) {
       p.lse[row * kHeads + head] = lse_of(sum0, top0, p.scale);
       p.lse[row * kHeads + head + 8] = lse_of(sum1, top1, p.scale);
     }
 #endif
-    consumers_meet();  // `sums` is written again by the next row
   }
 }

@@ -12,10 +12,6 @@
 constexpr int kBlocks = 8, kMostTiles = 10;  // a block has room for two tiles of its own, or for one and nine parts
 constexpr u32 kShareBytes = 8192, kSumBytes = 2048;
 
-__device__ __forceinline__ void blocks_meet() {
-  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
-
 // One tile's pieces of a thread, as they were read.
 struct Loaded {
   Piece pieces[4];
@@ -111,13 +107,12 @@ extern "C" __global__ void __cluster_dims__(kBlocks, 1, 1) __launch_bounds__(512
   auto best_of = [&](int i, int which) { return load_f32(maxima + i * 256 + (head + 8 * which) * 4); };
   if (scores) {
     if ((thread & 127) == 0) {
-      for (int to = 0; to < kBlocks; to++) {
-        if (to == block) continue;
+      for (int i = 1; i < kBlocks; i++) {
+        const int to = (block + i) % kBlocks;  // not all to one at a time
         const int place = tile - (to < tile) - (to + kBlocks < tile);  // among the tiles that `to` does not have
         const u32 room = place < 8 ? query + place * kPart : tiles + kTileBytes + (place - 8) * kPart;
         copy_to_block(address_in_block(room, to), tiles + group * kTileBytes + to * kPart, kPart, address_in_block(parts_full, to));
       }
-      wait_for_reads_of_copies();  // probabilities will come there
     }
     float top0 = kNothing, top1 = kNothing, lower0, lower1, upper0, upper1;
     for (int i = 0; i <= tile; i++) {
@@ -141,16 +136,22 @@ extern "C" __global__ void __cluster_dims__(kBlocks, 1, 1) __launch_bounds__(512
   const u32 sums = tiles + kTileBytes + 5 * kPart;
   {
     u32 fetched[kMostTiles][4], fetched_sums[kMostTiles][4];
+    // tiles in turn from the block's own on: not all blocks fetch from one at a time
+    auto turned = [&](int k) { return k < kBlocks ? (k + block) % kBlocks : k; };
 #pragma unroll
-    for (int i = 0; i < kMostTiles; i++) {
+    for (int k = 0; k < kMostTiles; k++) {
+      const int i = turned(k);
       if (i >= num_tiles) continue;
-      load_far_16(fetched[i], address_in_block(shares + i / kBlocks * kShareBytes + thread * 16, i % kBlocks));
-      if (thread < 128) load_far_16(fetched_sums[i], address_in_block(share_sums + i / kBlocks * kSumBytes + thread * 16, i % kBlocks));
+      load_far_16(fetched[k], address_in_block(shares + i / kBlocks * kShareBytes + thread * 16, i % kBlocks));
+      if (thread < 128) load_far_16(fetched_sums[k], address_in_block(share_sums + i / kBlocks * kSumBytes + thread * 16, i % kBlocks));
     }
+    if (scores && (thread & 127) == 0) wait_for_reads_of_copies();  // of the tile's parts, to whose places these come
+    __syncthreads();
 #pragma unroll
-    for (int i = 0; i < kMostTiles; i++) {
+    for (int k = 0; k < kMostTiles; k++) {
+      const int i = turned(k);
       if (i >= num_tiles) continue;
-      const u32(&a)[4] = fetched[i], (&b)[4] = fetched_sums[i];
+      const u32(&a)[4] = fetched[k], (&b)[4] = fetched_sums[k];
       store_16(probabilities_of(i) + thread * 16, a[0], a[1], a[2], a[3]);
       if (thread < 128) store_16(sums + i * kSumBytes + thread * 16, b[0], b[1], b[2], b[3]);
     }
@@ -203,5 +204,5 @@ extern "C" __global__ void __cluster_dims__(kBlocks, 1, 1) __launch_bounds__(512
     }
   }
   // until then others read from here; results need no fence
-  asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
+  blocks_leave();
 }
