@@ -7,6 +7,7 @@ What does not fit (float32 records or weights, pages that 16-byte loads cannot r
 from __future__ import annotations
 
 import ctypes
+import math
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -31,8 +32,8 @@ _HEADS: Final = 32
 _DIM: Final = 128
 _THREADS: Final = 128
 _TILE: Final = 64
-_CHUNK: Final = 1024
-"""Most columns of a block."""
+_START: Final = 192
+"""Columns that cost about what the start of a block does."""
 _SOURCES: Final = (
     "cuda/hopper.cuh",
     "cuda/index_scores.cu",
@@ -59,45 +60,41 @@ class _Params(ctypes.Structure):
 
 @dataclass(frozen=True)
 class Form:
-    """A compiled form of the kernel.
+    """A compiled form of the kernel; all have the same bits.
 
     Attributes:
         mode: what columns are.
         records: of a page; 1 without pages.
-        candidate: positions of a candidate block; 8 without them.
+        candidate: positions of a candidate block; 16 without them.
+        rows: rows of a block, up to 4: several where they can share keys.
+        stages: of the ring of keys.
+        resident: blocks of a multiprocessor, as many as shared memory and registers allow.
     """
 
     mode: Mode
     records: int = 1
-    candidate: int = 8
-
-    @property
-    def rows(self) -> int:
-        """Rows of a block: several where they can share keys."""
-        return 4 if self.mode == "paged" else 1
+    candidate: int = 16
+    rows: int = 1
+    stages: int = 4
+    resident: int = 4
 
     @property
     def grain(self) -> int:
-        """Keys that lie together, wherever they start: 8 or 1."""
-        whole = self.records % 8 == 0 and self.candidate % 8 == 0
-        return 8 if self.mode == "ragged" or whole else 1
+        """Keys that lie together, wherever they start: 16, 8 or 1."""
+        together = 16 if self.mode == "ragged" else math.gcd(self.records, self.candidate, 16)
+        return together if together >= 8 else 1
 
     @property
-    def resident(self) -> int:
-        """Blocks of a multiprocessor: as many as shared memory and registers allow."""
-        if self.grain == 1:
-            return 3
-        return 4 if self.mode == "paged" else 6
-
-    @property
-    def stages(self) -> int:
-        """Stages of the ring of keys."""
-        return 3
+    def longest(self) -> int:
+        """Most columns of a block."""
+        return 4096 if self.grain > 1 and self.rows == 1 else 1024
 
     @property
     def shared_bytes(self) -> int:
-        """Dynamic shared memory: heads, places of keys, weights, keys, and room to align them."""
-        return 1024 + self.rows * _HEADS * (2 * _DIM + 2) + _CHUNK // self.grain * 17 + self.stages * _THREADS * 40
+        """Dynamic shared memory: heads, their weights and scales, where keys are, keys, and room to align them."""
+        heads = self.rows * (_HEADS * (_DIM + 6) + 4)
+        runs = (self.longest + (self.stages - 1) * _TILE) // self.grain
+        return 1024 + heads + runs * 17 + self.stages * _TILE * 68
 
     def program(self) -> CudaProgram:
         """Its source."""
@@ -110,18 +107,24 @@ class Form:
                 "CANDIDATE": self.candidate,
                 "GRAIN": self.grain,
                 "ROWS": self.rows,
+                "CHUNK": self.longest,
                 "STAGES": self.stages,
                 "RESIDENT": self.resident,
             },
-            generated=tuple(wgmma("mma_dots", n * _HEADS, registers=True) for n in (1, 2)),
+            generated=(wgmma("mma_dots", _HEADS, registers=True, eight_bits=True),),
         )
 
     def chunk(self, rows: int, columns: int, processors: int) -> int:
-        """Columns of a block: fewer while there are too few blocks for all processors."""
-        chunk, groups = _CHUNK, -(-rows // self.rows)
-        while chunk > _TILE and groups * -(-columns // chunk) < (self.resident - 1) * processors:
-            chunk //= 2
-        return chunk
+        """Columns of a block: what lets all processors finish soonest, were blocks to start together."""
+        groups, places = -(-rows // self.rows), self.resident * processors
+
+        def cost(chunk: int) -> int:
+            return -(-groups * -(-columns // chunk) // places) * (min(chunk, columns) + _START)
+
+        chunks = [_TILE]
+        while chunks[-1] < self.longest:
+            chunks.append(2 * chunks[-1])
+        return min(reversed(chunks), key=cost)
 
 
 @lru_cache(maxsize=64)
@@ -204,7 +207,8 @@ def paged(
     if not isinstance(q, QTensor) or not _heads_fit(q, weights) or not _cache_fits(cache):
         return triton_form.index_logits_paged(q, cache, weights, visible, block_table, row_to_seq, num_columns, out=out)
     y = new_like(out, (q.shape[0], num_columns), torch.float32, weights.device)
-    form = Form("paged", cache.records)
+    # with a sequence for every row there are none to share keys
+    form = Form("paged", cache.records, rows=1 if q.shape[0] <= block_table.shape[0] else 4)
     return _stored(form, q, cache, weights, visible, None, block_table, row_to_seq, y)
 
 

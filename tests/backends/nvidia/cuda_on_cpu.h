@@ -181,11 +181,20 @@ inline int __popc(u32 v) { return __builtin_popcount(v); }
 inline int __ffs(u32 v) { return __builtin_ffs(static_cast<int>(v)); }
 inline int __clzll(long long v) { return v == 0 ? 64 : __builtin_clzll(static_cast<u64>(v)); }
 inline u32 __float_as_uint(float v) { return simt::cast<u32>(v); }
+inline u32 __vmaxu2(u32 a, u32 b) { return max(a & 0xFFFFu, b & 0xFFFFu) | max(a >> 16, b >> 16) << 16; }
+inline u32 __byte_perm(u32 a, u32 b, u32 which) {
+  const u64 all = static_cast<u64>(b) << 32 | a;
+  u32 r = 0;
+  for (int i = 0; i < 4; i++) r |= static_cast<u32>(all >> (which >> 4 * i & 7u) * 8 & 0xFFu) << 8 * i;
+  return r;
+}
 inline float __uint_as_float(u32 v) { return simt::cast<float>(v); }
 inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fsub_rn(float a, float b) { return a - b; }
 inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fdiv_rn(float a, float b) { return a / b; }
+inline float __fdividef(float a, float b) { return a / b; }
+inline float rsqrtf(float a) { return 1.f / std::sqrt(a); }
 inline float __fsqrt_rn(float a) { return std::sqrt(a); }
 inline uint2 make_uint2(u32 x, u32 y) { return {x, y}; }
 inline uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
@@ -193,6 +202,65 @@ inline uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
 // --- wrappers of machine instructions -----------------------------------------------------------------------------------
 
 inline u32 shared_address(const void* p) { return static_cast<u32>(static_cast<const u8*>(p) - simt::memory()); }
+inline void __syncwarp() { simt::wait(simt::warps[simt::current / 32], 32); }
+inline void store_f32(u32 at, float v) { std::memcpy(simt::memory() + at, &v, 4); }
+inline float load_f32(u32 at) {
+  float v;
+  std::memcpy(&v, simt::memory() + at, 4);
+  return v;
+}
+inline void store_16(u32 at, u32 a, u32 b, u32 c, u32 d) {
+  const u32 v[4] = {a, b, c, d};
+  std::memcpy(simt::memory() + at, v, 16);
+}
+inline void store_global(u16* to, const u32 (&v)[4]) { std::memcpy(to, v, 16); }
+inline void load_once(u32 (&v)[4], const u16* from) { std::memcpy(v, from, 16); }
+
+// A barrier in shared memory: arrivals of a phase, those still missing, bytes still missing, and the phase.
+struct SharedBarrier {
+  signed char arrivals, missing;
+  u16 phase;
+  int bytes;
+};
+inline SharedBarrier& shared_barrier(u32 at) { return *reinterpret_cast<SharedBarrier*>(simt::memory() + at); }
+inline void barrier_turn(SharedBarrier& b) {
+  if (b.missing != 0 || b.bytes != 0) return;
+  b.phase ^= 1;
+  b.missing = b.arrivals;
+}
+inline void barrier_init(u32 at, u32 arrivals) {
+  shared_barrier(at) = {static_cast<signed char>(arrivals), static_cast<signed char>(arrivals), 0, 0};
+}
+inline void barrier_init_done() {}
+inline void barrier_arrive(u32 at) {
+  shared_barrier(at).missing--;
+  barrier_turn(shared_barrier(at));
+}
+inline void barrier_expect(u32 at, u32 bytes) {
+  shared_barrier(at).bytes += static_cast<int>(bytes);
+  barrier_arrive(at);
+}
+inline void barrier_wait(u32 at, u32 phase) {
+  while (shared_barrier(at).phase == phase) swapcontext(&simt::threads[simt::current].context, &simt::scheduler);
+}
+inline void copy_bytes(u32 to, const void* from, u32 bytes, u32 barrier) {
+  std::memcpy(simt::memory() + to, from, bytes);
+  shared_barrier(barrier).bytes -= static_cast<int>(bytes);
+  barrier_turn(shared_barrier(barrier));
+}
+
+inline void send_to_block(u32 to, u32 block, u32 from, u32 bytes, u32 barrier) {
+  std::memcpy(simt::memory(static_cast<int>(block)) + to, simt::memory() + from, bytes);
+  auto& b = *reinterpret_cast<SharedBarrier*>(simt::memory(static_cast<int>(block)) + barrier);
+  b.bytes -= static_cast<int>(bytes);
+  barrier_turn(b);
+}
+inline void wait_for_reads_of_copies() {}
+inline void mixers_meet() {
+  static std::vector<simt::Barrier> of_block(16);
+  simt::wait(of_block[simt::rank()], 128);
+}
+
 inline void fence_async_units() {}
 inline void mma_fence() {}
 inline void mma_commit() {}
@@ -211,7 +279,14 @@ inline void fetch(u32 to, const void* from, u32 bytes, bool there) {
   else std::memset(simt::memory() + to, 0, bytes);
 }
 inline void copy_16_or_zeros(u32 to, const void* from, bool there) { fetch(to, from, 16, there); }
-inline void copy_4_or_zeros(u32 to, const void* from, bool there) { fetch(to, from, 4, there); }
+inline void copy_4_or_zeros(u32 to, const void* from, bool there, bool chosen) {
+  if (chosen) fetch(to, from, 4, there);
+}
+inline u64 load_u64(u32 at) {
+  u64 v;
+  std::memcpy(&v, simt::memory() + at, 8);
+  return v;
+}
 inline void fetch_commit() {}
 template <int Newest>
 void fetch_wait() {}
@@ -248,6 +323,15 @@ inline u32 e4m3_code(float v) {
   }
   return sign | best;
 }
+// Half precision of numbers that are not negative.
+inline u32 half_bits(float v) {
+  if (!(v < 65520.f)) return 0x7C00u;
+  const int exponent = v < 0x1p-14f ? -14 : std::ilogb(v);
+  const u32 steps = static_cast<u32>(std::nearbyint(std::ldexp(v, 10 - exponent)));  // an implied bit counts 1024
+  return (static_cast<u32>(exponent + 14) << 10) + steps;
+}
+inline u32 half_pair(float low, float high) { return half_bits(low) | half_bits(high) << 16; }
+inline u32 smaller_halves(u32 a, u32 b) { return min(a & 0xFFFFu, b & 0xFFFFu) | min(a >> 16, b >> 16) << 16; }
 inline u32 e4m3_codes(float low, float high) { return e4m3_code(low) | e4m3_code(high) << 8; }
 inline u32 round_pair(float low, float high) { return bf16_bits(low) | bf16_bits(high) << 16; }
 inline u32 round_positive_pair(float low, float high) { return round_pair(low < 0.f ? 0.f : low, high < 0.f ? 0.f : high); }
@@ -266,7 +350,7 @@ inline void add_columns(float (&sum)[4], u32 a, u32 b, u32 c, u32 d) {
   sum[2] += lower;
   sum[3] += lower;
 }
-// A warpgroup's product of 64 x 16 in registers and 16 x 2 N in shared memory, rows along K with the 128-byte swizzle.
+// A warpgroup's product of 64 x 32 in registers and 32 x 2 N in shared memory, e4m3, rows along K with the 128-byte swizzle.
 template <int N>
 void mma_dots(float (&d)[N], const u32* a, u64 b, u32 accumulate) {
   static std::vector<u32> first;
@@ -277,15 +361,40 @@ void mma_dots(float (&d)[N], const u32* a, u64 b, u32 accumulate) {
   for (int i = 0; i < N; i++) {
     const int row = (lane >> 2) + (i >> 1 & 1) * 8, column = (i >> 2) * 8 + (lane & 3) * 2 + (i & 1);
     float sum = accumulate ? d[i] : 0.f;
-    for (int k = 0; k < 16; k++) {
-      const u32 pair = first[(warp + (row & 7) * 4 + ((k & 7) >> 1)) * 4 + (row >> 3) + (k >> 3) * 2];
-      const u32 plain = (static_cast<u32>(b & 0x3FFF) << 4) + (column >> 3) * 1024 + (column & 7) * 128 + k * 2;
-      const u32 at = plain ^ ((plain >> 7 & 7) << 4);
-      u16 other;
-      std::memcpy(&other, simt::memory() + at, 2);
-      sum += bf16_value(k & 1 ? pair >> 16 : pair & 0xFFFFu) * bf16_value(other);
+    for (int k = 0; k < 32; k++) {
+      const u32 four = first[(warp + (row & 7) * 4 + ((k & 15) >> 2)) * 4 + (row >> 3) + (k >> 4) * 2];
+      const u32 plain = (static_cast<u32>(b & 0x3FFF) << 4) + (column >> 3) * 1024 + (column & 7) * 128 + k;
+      sum += e4m3_value(four >> 8 * (k & 3) & 255u) * e4m3_value(simt::memory()[plain ^ ((plain >> 7 & 7) << 4)]);
     }
     d[i] = sum;
   }
   __syncthreads();
+}
+inline void load_matrices(u32 (&v)[4], u32 row) {
+  const int own = simt::current & 31;
+  for (int i = 0; i < 4; i++) v[i] = load_u32(simt::lane(row, 8 * i + own / 4) + own % 4 * 4);
+}
+inline void hold(u32&) {}
+inline void hold(u64&) {}
+inline void hold(float&) {}
+inline void store_score(u64 at, u32 v) { std::memcpy(reinterpret_cast<void*>(at), &v, 4); }
+inline u32 load_u8(u32 at) { return simt::memory()[at]; }
+inline u32 multiply_add(u32 a, u32 b, u32 c) { return a * b + c; }
+// What a descriptor of rows along K with the 128-byte swizzle has in row r, so many bfloat16 along.
+inline float tile_value(u64 rows, int r, int k) {
+  const u32 plain = (static_cast<u32>(rows & 0x3FFF) << 4) + (r >> 3) * 1024 + (r & 7) * 128 + k * 2;
+  u16 bits;
+  std::memcpy(&bits, simt::memory() + (plain ^ ((plain >> 7 & 7) << 4)), 2);
+  return bf16_value(bits);
+}
+// A warpgroup's product of 64 x 16 and 16 x 2 N, both in shared memory.
+template <int N>
+void multiply(float (&d)[N], u64 a, u64 b, u32 accumulate) {
+  const int warp = simt::current % simt::per_block / 32 % 4, lane = simt::current & 31;
+  for (int i = 0; i < N; i++) {
+    const int row = warp * 16 + (lane >> 2) + (i >> 1 & 1) * 8, column = (i >> 2) * 8 + (lane & 3) * 2 + (i & 1);
+    float sum = accumulate ? d[i] : 0.f;
+    for (int k = 0; k < 16; k++) sum += tile_value(a, row, k) * tile_value(b, column, k);
+    d[i] = sum;
+  }
 }

@@ -82,15 +82,43 @@ def from_pages(cache: PagedCache, visible: Tensor, table: Tensor, row_to_seq: Te
 def test_scores_on_the_cpu_are_the_contracts(sort: bool, tmp_path: Path) -> None:
     """Runs of rows of one sequence and rows of their own, a ragged last tile, chunks with nothing to see."""
     q, cache, weights, visible, table, row_to_seq = stored(5, 7, sort)
-    form = scores.Form("paged", 64)
-    library = on_cpu(form.program(), tmp_path)
     want = index_ops.index_logits_paged(q, cache, weights, visible, table, row_to_seq, 301)
-    for chunk in (64, 1024):
-        got = score(library, form, q, weights, 301, chunk, **from_pages(cache, visible, table, row_to_seq))
-        torch.testing.assert_close(got, want, rtol=2**-7, atol=1e-5)
+    for rows in (1, 4):
+        form = scores.Form("paged", 64, rows=rows)
+        library = on_cpu(form.program(), tmp_path)
+        for chunk in (64, 1024):
+            got = score(library, form, q, weights, 301, chunk, **from_pages(cache, visible, table, row_to_seq))
+            torch.testing.assert_close(got, want, rtol=2**-7, atol=1e-5)
 
 
-@pytest.mark.parametrize("candidate", [3, 8])
+def test_scores_have_the_same_bits_beside_heads_and_keys_of_any_scale(tmp_path: Path) -> None:
+    """What a row's own heads, or a key's own groups, do not need must not show in its scores; NaN is theirs alone."""
+    q, cache, weights, visible, table, row_to_seq = stored(9, 7, True)
+    visible.fill_(301)
+    form = scores.Form("paged", 64, rows=4)
+    library = on_cpu(form.program(), tmp_path)
+    pages = from_pages(cache, visible, table, row_to_seq)
+    want = score(library, form, q, weights, 301, 1024, **pages)
+    gen = torch.Generator().manual_seed(10)
+    others = torch.arange(7) % 2 == 1
+    q.scale[others] = torch.randint(90, 160, q.scale[others].shape, generator=gen).to(torch.uint8)
+    q.scale[1, 3, 2] = 255
+    key_scales = cache.data[:, 64 * 64 :].unflatten(1, (64, 4))  # of page 0 to the last
+    key_scales[:, ::5] = torch.randint(60, 200, key_scales[:, ::5].shape, generator=gen).to(torch.uint8)
+    key_scales[:, 10, 1] = 255
+    got = score(library, form, q, weights, 301, 1024, **pages)
+    kept = torch.arange(301) % 64 % 5 != 0
+    assert torch.equal(got[~others][:, kept], want[~others][:, kept])
+    assert got[:, 10].isnan().all() and got[1].isnan().all()
+    assert not got[[0, 2, 3, 4, 5, 6]][:, kept].isnan().any()
+    alone = scores.Form("paged", 64)
+    again = score(on_cpu(alone.program(), tmp_path), alone, q, weights, 301, 64, **pages)
+    torch.testing.assert_close(again, got, rtol=0, atol=0, equal_nan=True)
+    reference = index_ops.index_logits_paged(q, cache, weights, visible, table, row_to_seq, 301)
+    torch.testing.assert_close(got, reference, rtol=2**-6, atol=1e-5, equal_nan=True)
+
+
+@pytest.mark.parametrize("candidate", [3, 8, 16])
 def test_scores_of_candidates_have_the_bits_of_all(candidate: int, tmp_path: Path) -> None:
     q, cache, weights, visible, table, row_to_seq = stored(6, 3, False)
     pages = from_pages(cache, visible, table, row_to_seq)
@@ -122,7 +150,17 @@ def test_scores_of_dense_keys_on_the_cpu_hold_any_scale(tmp_path: Path) -> None:
     torch.testing.assert_close(got, want, rtol=2**-7, atol=1e-5)
 
 
-@pytest.mark.parametrize("form", [scores.Form("paged", 64), scores.Form("blocks", 128, 8), scores.Form("ragged")])
+@pytest.mark.parametrize(
+    "form",
+    [
+        scores.Form("paged", 64),
+        scores.Form("paged", 64, rows=4),
+        scores.Form("blocks", 128, 8),
+        scores.Form("blocks", 64, 3),
+        scores.Form("ragged"),
+    ],
+    ids=str,
+)
 def test_scores_stay_in_registers(form: scores.Form) -> None:
     pytest.importorskip("cuda.core")
     registers, local_bytes = resource_usage(form.program().compile("sm_90a"))
@@ -132,7 +170,7 @@ def test_scores_stay_in_registers(form: scores.Form) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "columns", "chunk"), [(1, 32768, 64), (64, 32768, 1024), (1024, 8192, 1024), (1, 17, 64)]
+    ("rows", "columns", "chunk"), [(1, 32768, 64), (64, 32768, 4096), (64, 16384, 2048), (8192, 16384, 4096)]
 )
 def test_few_rows_take_short_chunks(rows: int, columns: int, chunk: int) -> None:
     assert scores.Form("paged", 64).chunk(rows, columns, 132) == chunk
