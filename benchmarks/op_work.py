@@ -15,7 +15,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from deepinfer.ops import attention, index, kv, linear, mhc, moe, norm, quant
+from deepinfer.ops import attention, index, kv, linear, mhc, moe, norm, quant, rope
 from deepinfer.ops.formats import CacheFormat, PagedCache, QTensor
 from deepinfer.ops.registry import OpTable
 from deepinfer.ops.spec import OpSpec
@@ -29,6 +29,10 @@ INTERMEDIATE: Final = 2304
 STREAMS: Final = 4
 GROUPS, RANK = 8, 1024
 INDEX_HEADS, INDEX_DIM = 32, 128
+POOL_BLOCKS, POOL_BLOCK = 2048, 8
+Q_RANK: Final = 1280
+ROTATED: Final = 64
+CODE_BYTES: Final = 33 / 32
 _ROTATED_BYTES: Final = 400 << 20
 Calls = list[dict[str, Any]]
 
@@ -240,26 +244,29 @@ def _expert_peers(make: Maker, rows: int, n: int, k: int, ends: Tensor) -> list[
 
 
 def attend(make: Maker) -> Iterator[Work]:
-    """Sparse attention over a window and chosen entries."""
+    """Sparse attention over a window and chosen entries: of records all over the caches, and of one sequence's."""
     window, entries = make.cache("fp8", 2048, 32, DIM), make.cache("fp4", 2048, 64, DIM)
-    for rows in (16, 64, 128, 512, 8192):
+
+    def work(rows: int, which: str, window_slots: Tensor, kv_slots: Tensor) -> Work:
         args = {
             "q": make.plain(rows, HEADS, DIM) * 0.1,
             "window_cache": window,
-            "window_slots": make.integers(32, window.num_slots, rows, 128),
+            "window_slots": window_slots,
             "kv_cache": entries,
-            "kv_slots": make.integers(64, entries.num_slots, rows, 512),
+            "kv_slots": kv_slots,
             "softmax_scale": DIM**-0.5,
             "attn_sink": torch.zeros(HEADS, device=make.device),
         }
-        yield Work(
-            attention.sparse_attn,
-            f"{rows} rows x 640 keys",
-            [args],
-            4.0 * rows * HEADS * 640 * DIM,
-            rows * (128 * 528 + 512 * 288 + 4.0 * HEADS * DIM),
-            _attention_peers(make, args) if rows <= 512 else [],
-        )
+        flops, num_bytes = 4.0 * rows * HEADS * 640 * DIM, rows * (128 * 528 + 512 * 288 + 4.0 * HEADS * DIM)
+        peers = _attention_peers(make, args) if rows <= 512 else []
+        return Work(attention.sparse_attn, f"{rows} rows x 640 keys{which}", [args], flops, num_bytes, peers)
+
+    for rows in (16, 64, 128, 512, 8192):
+        near = make.integers(32, window.num_slots, rows, 128)
+        yield work(rows, "", near, make.integers(64, entries.num_slots, rows, 512))
+    near = 32 + make.numbers(0, 8192)[:, None] + make.numbers(0, 128)  # a row's own record and those before it
+    far = make.integers(64, 64 + (16 << 10), 8192, 512)
+    yield work(8192, ", one sequence of 16k entries", near, far)
 
 
 def _attention_peers(make: Maker, args: dict[str, Any]) -> list[Peer]:
@@ -286,24 +293,39 @@ def _attention_peers(make: Maker, args: dict[str, Any]) -> list[Peer]:
     ]
 
 
+def _index_args(make: Maker, rows: int, columns: int, sequences: int) -> dict[str, Any]:
+    """Rows of so many sequences, which see all their keys; scales are near 1 as in a cache, not any bytes."""
+    records = 64
+    pages = columns // records * sequences
+    cache = make.cache("index", pages + 1, records, INDEX_DIM)
+    keys = make.codes((pages + 1) * records, INDEX_DIM, fmt="mxfp4")
+    cache.data.copy_(torch.cat([x.reshape(pages + 1, -1) for x in (keys.data, keys.scale)], 1))
+    return {
+        "q": make.codes(rows, INDEX_HEADS, INDEX_DIM, fmt="mxfp4"),
+        "cache": cache,
+        "weights": make.plain(rows, INDEX_HEADS),
+        "visible": torch.full((rows,), columns, dtype=torch.int32, device=make.device),
+        "block_table": make.numbers(1, pages + 1).reshape(sequences, -1),
+        "row_to_seq": make.numbers(0, rows) * sequences // rows,
+    }
+
+
 def choose(make: Maker) -> Iterator[Work]:
     """Index scores and the choice of the best entries."""
-    records = 64
-    for rows, columns in ((64, 32768), (1024, 8192)):
-        blocks = columns // records
-        args = {
-            "q": make.codes(rows, INDEX_HEADS, INDEX_DIM, fmt="mxfp4"),
-            "cache": make.cache("index", blocks + 1, records, INDEX_DIM),
-            "weights": make.plain(rows, INDEX_HEADS),
-            "visible": torch.full((rows,), columns, dtype=torch.int32, device=make.device),
-            "block_table": make.numbers(1, blocks + 1)[None],
-            "row_to_seq": torch.zeros(rows, dtype=torch.int32, device=make.device),
-        }
-        flops, num_bytes = 2.0 * rows * columns * INDEX_HEADS * INDEX_DIM, columns * 68.0 + rows * columns * 4
-        whole = {**args, "num_columns": columns}
-        yield Work(index.index_logits_paged, f"{rows} x {columns}", [whole], flops, num_bytes)
-        part = {**args, "blocks": make.numbers(0, columns // 8)[None].repeat(rows, 1), "candidate_block": 8}
-        yield Work(index.index_logits_blocks, f"{rows} x {columns // 8} blocks of 8", [part], flops, num_bytes)
+    for rows, columns, sequences in ((64, 32768, 1), (64, 32768, 64), (1024, 8192, 1), (8192, 16384, 1)):
+        args = _index_args(make, rows, columns, sequences)
+        work, keys = 2.0 * rows * INDEX_HEADS * INDEX_DIM, 68.0 * sequences
+        shape = f"{rows} x {columns}, {'one sequence' if sequences == 1 else 'a sequence a row'}"
+        num_bytes = (keys + 4 * rows) * columns
+        yield Work(index.index_logits_paged, shape, [{**args, "num_columns": columns}], work * columns, num_bytes)
+        if sequences > 1:
+            continue
+        blocks = min(columns // POOL_BLOCK, POOL_BLOCKS)
+        chosen = torch.rand(rows, columns // POOL_BLOCK, generator=make.gen, device=make.device).argsort(1)[:, :blocks]
+        part = {**args, "blocks": chosen.sort(1).values.int(), "candidate_block": POOL_BLOCK}
+        width = blocks * POOL_BLOCK
+        shape, num_bytes = f"{rows} x {blocks} blocks of {POOL_BLOCK}", (keys + 4 * rows) * width
+        yield Work(index.index_logits_blocks, shape, [part], work * width, num_bytes)
     for columns in (16384, 65536):
         for dtype in (torch.float32, torch.bfloat16):
             x = make.plain(256, columns).to(dtype)
@@ -322,39 +344,69 @@ def choose(make: Maker) -> Iterator[Work]:
 def row_ops(make: Maker) -> Iterator[Work]:
     """What moves rows and computes little."""
     for count in (128, 8192):
-        x, weight = make.plain(count, HIDDEN), torch.ones(HIDDEN, device=make.device)
-        size, shape = float(count * HIDDEN), f"{count} x {HIDDEN}"
-        code = 33 / 32
-        yield Work(norm.rms_norm, shape, [{"x": x, "weight": weight, "eps": 1e-6}], 0.0, 4 * size)
-        args = {"x": x, "weight": weight, "eps": 1e-6, "fmt": "mxfp8"}
-        yield Work(norm.rms_norm_quant, f"{shape}, mxfp8", [args], 0.0, (4 + code) * size)
-        yield Work(quant.quantize, f"{shape}, mxfp8", [{"x": x, "fmt": "mxfp8"}], 0.0, (2 + code) * size)
-        both = make.plain(count * CHOSEN, 2 * INTERMEDIATE)
-        wide = float(count * CHOSEN * INTERMEDIATE)
-        args = {
-            "gate": both[:, :INTERMEDIATE],
-            "up": both[:, INTERMEDIATE:],
-            "limit": 10.0,
-            "row_weight": make.single(count * CHOSEN),
-            "fmt": "mxfp8",
-        }
-        yield Work(moe.swiglu_quant, f"{count * CHOSEN} x {INTERMEDIATE}, mxfp8", [args], 0.0, (4 + code) * wide)
-        yield _store(make, count)
+        for rows, width in ((count, HIDDEN), (count, Q_RANK), *(((4 * count, Q_RANK),) if count > 128 else ())):
+            yield from _normed(make, rows, width)
+        for rows in (count, count * CHOSEN):
+            yield _gated(make, rows)
+        yield from _turned(make, count)
         yield _stream_step(make, count)
+    for count in (128, 65536):
+        yield from (_store(make, count, kind) for kind in ("fp4", "fp8", "index"))
 
 
-def _store(make: Maker, count: int) -> Work:
-    cache = make.cache("fp4", count // 64 + 2, 64, DIM)
+def _normed(make: Maker, rows: int, width: int) -> Iterator[Work]:
+    x, weight = make.plain(rows, width), torch.ones(width, device=make.device)
+    size, shape = float(rows * width), f"{rows} x {width}"
+    yield Work(norm.rms_norm, shape, [{"x": x, "weight": weight, "eps": 1e-6}], 0.0, 4 * size)
+    args = {"x": x, "weight": weight, "eps": 1e-6, "fmt": "mxfp8"}
+    yield Work(norm.rms_norm_quant, f"{shape}, mxfp8", [args], 0.0, (4 + CODE_BYTES) * size)
+    yield Work(quant.quantize, f"{shape}, mxfp8", [{"x": x, "fmt": "mxfp8"}], 0.0, (2 + CODE_BYTES) * size)
+
+
+def _gated(make: Maker, rows: int) -> Work:
+    both = make.plain(rows, 2 * INTERMEDIATE)
     args = {
-        "kv": make.plain(count, DIM),
-        "weight": torch.ones(DIM, device=make.device),
+        "gate": both[:, :INTERMEDIATE],
+        "up": both[:, INTERMEDIATE:],
+        "limit": 10.0,
+        "row_weight": make.single(rows),
+        "fmt": "mxfp8",
+    }
+    size = float(rows * INTERMEDIATE)
+    return Work(moe.swiglu_quant, f"{rows} x {INTERMEDIATE}, mxfp8", [args], 0.0, (4 + CODE_BYTES) * size)
+
+
+def _turned(make: Maker, rows: int) -> Iterator[Work]:
+    """Rotations of queries, of attention's output, and of index queries on their way to codes."""
+    at = {"positions": make.numbers(0, rows), "cos_sin": make.single(rows, ROTATED)}
+    heads, shape = make.plain(rows, HEADS, DIM), f"{rows} x {HEADS} x {DIM}"
+    size, table = float(rows * HEADS * DIM), rows * 4.0 * ROTATED
+    yield Work(rope.q_norm_rope, shape, [{"q": heads, **at}], 0.0, 4 * size + table)
+    yield Work(rope.o_rope, shape, [{"o": heads, **at, "num_groups": GROUPS}], 0.0, 4 * size + table)
+    heads, shape = make.plain(rows, INDEX_HEADS, INDEX_DIM), f"{rows} x {INDEX_HEADS} x {INDEX_DIM}"
+    size = float(rows * INDEX_HEADS * INDEX_DIM)
+    yield Work(rope.rope, shape, [{"x": heads, **at}], 0.0, 4 * size + table)
+    args = {"q": heads, **at, "fmt": "mxfp4"}
+    yield Work(index.index_q_quant, f"{shape}, mxfp4", [args], 0.0, (2 + 17 / 32) * size + table)
+
+
+def _store(make: Maker, count: int, kind: str) -> Work:
+    """Records of a kind; entries and windows come with the normed rows, index keys without."""
+    dim = INDEX_DIM if kind == "index" else DIM
+    cache = make.cache(kind, count // 64 + 2, 64, dim)
+    args = {
+        "weight": torch.ones(dim, device=make.device),
         "eps": 1e-6,
         "positions": make.numbers(0, count),
-        "cos_sin": make.single(count, 64),
+        "cos_sin": make.single(count, ROTATED),
         "cache": cache,
         "slots": make.numbers(64, 64 + count),
     }
-    return Work(kv.kv_norm_rope_store, f"{count} x {DIM}, fp4", [args], 0.0, count * (4.0 * DIM + 288 + 256))
+    num_bytes = count * (2.0 * dim + cache.format.record_bytes + 4 * ROTATED)
+    shape, x = f"{count} x {dim}, {kind}", make.plain(count, dim)
+    if kind == "index":
+        return Work(kv.index_k_store, shape, [{"k": x, **args}], 0.0, num_bytes)
+    return Work(kv.kv_norm_rope_store, shape, [{"kv": x, **args}], 0.0, num_bytes + count * 2.0 * dim)
 
 
 def _stream_step(make: Maker, count: int) -> Work:
@@ -386,6 +438,18 @@ FAMILIES: Final[dict[Callable[[Maker], Iterator[Work]], tuple[str, ...]]] = {
     experts: ("moe_grouped_gemm",),
     attend: ("sparse_attn",),
     choose: ("index_logits_paged", "index_logits_blocks", "topk_select"),
-    row_ops: ("rms_norm", "rms_norm_quant", "quantize", "swiglu_quant", "kv_norm_rope_store", "mhc_step"),
+    row_ops: (
+        "rms_norm",
+        "rms_norm_quant",
+        "quantize",
+        "swiglu_quant",
+        "q_norm_rope",
+        "o_rope",
+        "rope",
+        "index_q_quant",
+        "kv_norm_rope_store",
+        "index_k_store",
+        "mhc_step",
+    ),
 }
 """The ops of each family, known before its operands are made."""

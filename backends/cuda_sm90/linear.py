@@ -1,7 +1,7 @@
 """Products with quantised weights in CUDA C++: dense, in groups, and over experts; one arithmetic for all row counts.
 
-Activations are bfloat16; quantised ones are decoded to that first, exactly. What does not fit the kernel (a weight that
-cannot be packed, float32 activations) takes the Triton form.
+Activations are bfloat16; quantised ones are decoded to that first, exactly. What does not fit the kernel takes a Triton
+form: a weight that cannot be packed the shared one, float32 activations one that reads packed weights.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from deepinfer.backends.cuda_sm90 import BACKEND
-from deepinfer.backends.cuda_sm90.packing import BLOCK, LAYOUT, fits, pack, unpack
+from deepinfer.backends.cuda_sm90.packing import BLOCK, LAYOUT, fits, pack
 from deepinfer.backends.cuda_sm90.products import MOST_EXPERTS, multiply, split_of
+from deepinfer.backends.cuda_sm90.wide_products import product
 from deepinfer.backends.nvidia import linear as triton_form
 from deepinfer.backends.nvidia.decode import decode_rows
 from deepinfer.backends.nvidia.registry import KernelPlan
@@ -32,6 +33,8 @@ _SOURCES: Final = (
     "packing.py",
     "products.py",
     "wgmma.py",
+    "packing_narrow.py",
+    "wide_products.py",
     "../nvidia/nvrtc.py",
     "../nvidia/decode.py",
     "../nvidia/linear.py",
@@ -58,26 +61,22 @@ def _suits_kernel(x: Tensor | QTensor, out_dtype: torch.dtype) -> bool:
 
 
 def _rows(x: Tensor | QTensor, scratch: Tensor | None) -> Tensor:
-    """[T, K] bfloat16 with rows at multiples of 16 bytes; decoded rows in scratch where they fit there."""
-    if isinstance(x, Tensor):
-        aligned = x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
-        return x if aligned else x.clone(memory_format=torch.contiguous_format)
+    """[T, K] bfloat16 with rows at multiples of 16 bytes; where that takes a copy, in scratch if it fits there."""
+    if isinstance(x, Tensor) and x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0:
+        return x
     num_rows, depth = x.shape
-    codes = QTensor(x.data if x.data.stride(1) == 1 else x.data.contiguous(), _side_by_side(x.scale), x.fmt)
     num_bytes = 2 * num_rows * depth
     if scratch is not None and num_bytes <= scratch.shape[0]:
         room = scratch[:num_bytes].view(torch.bfloat16).view(num_rows, depth)
     else:
         room = torch.empty((num_rows, depth), dtype=torch.bfloat16, device=x.device)
-    return decode_rows(codes, room)
+    if isinstance(x, Tensor):
+        return room.copy_(x)
+    return decode_rows(QTensor(_side_by_side(x.data), _side_by_side(x.scale), x.fmt), room)
 
 
-def _side_by_side(scale: Tensor) -> Tensor:
-    return scale if scale.stride(1) == 1 else scale.contiguous()
-
-
-def _canonical(weight: Any) -> Any:
-    return unpack(weight) if isinstance(weight, QTensor) and weight.layout == LAYOUT else weight
+def _side_by_side(x: Tensor) -> Tensor:
+    return x if x.stride(1) == 1 else x.contiguous()
 
 
 def linear_mx(
@@ -91,11 +90,12 @@ def linear_mx(
     invariant: bool = True,
 ) -> Tensor:
     """See `ops.linear.linear_mx`; without `invariant`, few rows are summed in parts of K by a block each."""
-    if weight.layout != LAYOUT or not _suits_kernel(x, out_dtype):
-        return triton_form.linear_mx(x, _canonical(weight), out_dtype, acc, out=out)
+    if weight.layout != LAYOUT:
+        return triton_form.linear_mx(x, weight, out_dtype, acc, out=out)
     y = new_like(out, (x.shape[0], weight.shape[0]), out_dtype, x.device)
-    sums = None if acc is None else packed(acc.float())
-    multiply(_rows(x, scratch), weight, y, acc=sums, invariant=invariant)
+    if not _suits_kernel(x, out_dtype):
+        return product(x, weight, y, acc=acc)
+    multiply(_rows(x, scratch), weight, y, acc=acc, invariant=invariant)
     return y
 
 
@@ -103,11 +103,13 @@ def linear_grouped_o(
     x: Tensor, weight: Tensor | QTensor, *, out: Tensor | None = None, scratch: Tensor | None = None
 ) -> Tensor:
     """See `ops.linear.linear_grouped_o`."""
-    if not isinstance(weight, QTensor) or weight.layout != LAYOUT or not _suits_kernel(x, x.dtype):
-        return triton_form.linear_grouped_o(x, _canonical(weight), out=out)
+    if not isinstance(weight, QTensor) or weight.layout != LAYOUT:
+        return triton_form.linear_grouped_o(x, weight, out=out)
     num_rows, groups, _ = x.shape
     y = new_like(out, (num_rows, groups, weight.shape[1]), x.dtype, x.device)
-    multiply(_rows(packed(x).flatten(1), scratch), weight, y.view(num_rows, -1), groups=groups)
+    if not _suits_kernel(x, x.dtype):
+        return product(x, weight, y)
+    multiply(_rows(x.flatten(1), scratch), weight, y.view(num_rows, -1), groups=groups)
     return y
 
 
@@ -121,9 +123,11 @@ def moe_grouped_gemm(
     scratch: Tensor | None = None,
 ) -> Tensor:
     """See `ops.moe.moe_grouped_gemm`."""
-    if not isinstance(weight, QTensor) or weight.layout != LAYOUT or not _suits_kernel(x, out_dtype):
-        return triton_form.moe_grouped_gemm(x, _canonical(weight), psum, out_dtype, out=out)
+    if not isinstance(weight, QTensor) or weight.layout != LAYOUT:
+        return triton_form.moe_grouped_gemm(x, weight, psum, out_dtype, out=out)
     y = new_like(out, (x.shape[0], weight.shape[1]), out_dtype, x.device)
+    if not _suits_kernel(x, out_dtype):
+        return product(x, weight, y, row_ends=psum)
     multiply(_rows(x, scratch), weight, y, row_ends=packed(psum))
     return y
 

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from deepinfer.backends.cuda_sm90 import BACKEND
 from deepinfer.backends.cuda_sm90.packing import BLOCK
-from deepinfer.backends.cuda_sm90.packing_narrow import NARROW, evens_first, fits_narrow, pack_narrow, unpack_narrow
+from deepinfer.backends.cuda_sm90.packing_narrow import NARROW, evens_first, fits_narrow, pack_narrow
 from deepinfer.backends.cuda_sm90.products import MOST_EXPERTS, multiply, tile_tokens
+from deepinfer.backends.cuda_sm90.wide_products import product
 from deepinfer.backends.nvidia import linear as triton_form
 from deepinfer.backends.nvidia.decode import decode_rows, spread_scales
 from deepinfer.backends.nvidia.registry import KernelPlan
@@ -50,14 +51,13 @@ def moe_grouped_gemm(
     scratch: Tensor | None = None,
 ) -> Tensor:
     """See `ops.moe.moe_grouped_gemm`."""
-    known = x.fmt == "mxfp8" if isinstance(x, QTensor) else x.dtype == torch.bfloat16
-    narrow = isinstance(weight, QTensor) and weight.layout == NARROW
-    if not narrow or not known or out_dtype not in (torch.bfloat16, torch.float32):
-        canonical = unpack_narrow(weight) if isinstance(weight, QTensor) and narrow else weight
-        return triton_form.moe_grouped_gemm(x, canonical, psum, out_dtype, out=out)
-    assert isinstance(weight, QTensor), "the layout says so"
+    if not isinstance(weight, QTensor) or weight.layout != NARROW:
+        return triton_form.moe_grouped_gemm(x, weight, psum, out_dtype, out=out)
     num_rows, experts = x.shape[0], weight.shape[0]
     y = new_like(out, (num_rows, weight.shape[1]), out_dtype, x.device)
+    known = x.fmt == "mxfp8" if isinstance(x, QTensor) else x.dtype == torch.bfloat16
+    if not known or out_dtype not in (torch.bfloat16, torch.float32):
+        return product(x, weight, y, row_ends=psum)
     if num_rows == 0:
         return y
     tokens = tile_tokens(num_rows, experts)
@@ -107,6 +107,7 @@ def _suits(dims: Dims) -> bool:
         "packing_narrow.py",
         "products.py",
         "wgmma.py",
+        "wide_products.py",
         "../nvidia/nvrtc.py",
         "../nvidia/decode.py",
         "../nvidia/linear.py",

@@ -1,4 +1,4 @@
-"""Quantised weights in the order in which a warpgroup MMA holds its first operand, and back.
+"""Quantised weights in the order in which a warpgroup MMA holds its first operand.
 
 A block is 128 rows by 128 of K: codes of 8192 (e2m1) or 16384 (e4m3) bytes, and 512 bytes of scales; blocks of a row of
 blocks follow one another along K. Inside, a row is `64 half + 16 warp + 4 high + 2 pair + low` and a column is
@@ -8,7 +8,13 @@ out. Codes and scales keep their shapes, so experts stay the first axis. Of e2m1
 `upper`, their bits spread so that most reach their places in a bfloat16 by one shift:
 
     bit   15 14 13 12 11 10  9  8  7  6  5  4  3  2  1  0
-    code   0  3  3  1  3  3  2  0  0  0  1  1  1  2  2  2      (code 2 upper + pair; sign first, then magnitude)
+    code   0  3  3  1  3  3  2  0  0  0  1  1  1  2  2  2      (code 2 upper + pair)
+    its    s  1  0  s  s  2  s  2  1  0  2  1  0  2  1  0      (s its sign, else the bit of its magnitude)
+
+Of e4m3 likewise those of `pair`:
+
+    code   0  1  1  1  1  0  0  0  0  0  0  0  1  1  1  1
+    its    s  6  5  4  s  6  5  4  3  2  1  0  3  2  1  0
 """
 
 from __future__ import annotations
@@ -50,14 +56,6 @@ def pack(weight: QTensor) -> QTensor:
     return QTensor(data, pack_scales(weight), weight.fmt, LAYOUT)
 
 
-def unpack(weight: QTensor) -> QTensor:
-    """What `pack` was given, bit for bit, in new memory."""
-    data, depth = _new(weight.data), weight.shape[-1]
-    for codes, to in zip(matrices(weight.data), matrices(data), strict=True):
-        to.copy_((_unpack_bytes if weight.fmt == "mxfp8" else _unpack_pairs)(codes, depth).reshape(to.shape))
-    return QTensor(data, unpack_scales(weight), weight.fmt)
-
-
 def pack_scales(weight: QTensor) -> Tensor:
     """Scales of a canonical weight in the packed order, in new memory."""
     packed, depth = _new(weight.scale), weight.shape[-1]
@@ -65,15 +63,6 @@ def pack_scales(weight: QTensor) -> Tensor:
         ordered = scales.reshape(-1, 2, 4, 4, 2, 2, depth // BLOCK, 4).permute(0, 6, 1, 2, 3, 5, 7, 4)
         to.view(-1).copy_((ordered + _LEFT_OUT[weight.fmt]).reshape(-1))
     return packed
-
-
-def unpack_scales(weight: QTensor) -> Tensor:
-    """Scales of a packed weight in the canonical order, in new memory."""
-    canonical, depth = _new(weight.scale), weight.shape[-1]
-    for scales, to in zip(matrices(weight.scale), matrices(canonical), strict=True):
-        ordered = scales.reshape(-1, depth // BLOCK, 2, 4, 4, 2, 4, 2).permute(0, 2, 3, 4, 7, 5, 1, 6)
-        to.copy_((ordered - _LEFT_OUT[weight.fmt]).reshape(to.shape))
-    return canonical
 
 
 def matrices(x: Tensor) -> list[Tensor]:
@@ -91,12 +80,10 @@ def _new(x: Tensor) -> Tensor:
 
 def _pack_bytes(codes: Tensor, depth: int) -> Tensor:
     axes = codes.reshape(-1, 2, 4, 4, 2, 2, depth // BLOCK, 2, 2, 2, 2, 4, 2)
-    return axes.permute(0, 6, 1, 7, 8, 2, 3, 5, 11, 9, 10, 12, 4)
-
-
-def _unpack_bytes(packed: Tensor, depth: int) -> Tensor:
-    axes = packed.reshape(-1, depth // BLOCK, 2, 2, 2, 4, 4, 2, 4, 2, 2, 2, 2)
-    return axes.permute(0, 2, 5, 6, 12, 7, 1, 3, 4, 9, 10, 8, 11)
+    c0, c1 = axes.permute(4, 0, 6, 1, 7, 8, 2, 3, 5, 11, 9, 10, 12)
+    low = (c0 & 15) << 4 | (c1 & 15)
+    high = (c0 & 128) | (c0 & 112) >> 4 | (c1 & 112) | (c1 & 128) >> 4
+    return torch.stack((low, high), -1)
 
 
 def _pack_pairs(codes: Tensor, depth: int) -> Tensor:
@@ -104,18 +91,6 @@ def _pack_pairs(codes: Tensor, depth: int) -> Tensor:
     values = torch.stack((both & 15, both >> 4), -1)
     # four codes that share 16 bits, in the order of the registers that they go to: pair by pair, then upper
     c0, c1, c2, c3 = (values[:, :, :, :, pair, :, :, :, :, upper] for upper in (0, 1) for pair in (0, 1))
-    signs = (c0 & 8) << 4 | (c3 & 8) << 3 | (c1 & 8) << 1 | (c2 & 8) >> 2
-    high = signs | (c3 & 4) << 3 | (c3 & 3) << 2 | (c0 & 4) >> 2
+    high = (c0 & 8) << 4 | (c3 & 3) << 5 | (c1 & 8) << 1 | (c3 & 12) | (c2 & 8) >> 2 | (c0 & 4) >> 2
     low = (c0 & 3) << 6 | (c1 & 7) << 3 | (c2 & 7)
     return torch.stack((low, high), -1).permute(0, 5, 1, 6, 2, 3, 4, 8, 7, 9, 10)
-
-
-def _unpack_pairs(packed: Tensor, depth: int) -> Tensor:
-    axes = packed.reshape(-1, depth // BLOCK, 2, 2, 4, 4, 2, 4, 4, 2, 2).permute(0, 2, 4, 5, 6, 1, 3, 8, 7, 9, 10)
-    low, high = axes[..., 0], axes[..., 1]
-    c0 = (high & 128) >> 4 | (high & 1) << 2 | low >> 6
-    c1 = (high & 16) >> 1 | (low >> 3 & 7)
-    c2 = (high & 2) << 2 | (low & 7)
-    c3 = (high & 64) >> 3 | (high & 32) >> 3 | (high >> 2 & 3)
-    codes = torch.stack((torch.stack((c0, c1), 4), torch.stack((c2, c3), 4)), 9)
-    return codes[..., 0] | codes[..., 1] << 4

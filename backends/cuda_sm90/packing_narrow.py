@@ -1,4 +1,4 @@
-"""e2m1 weights in the order in which a warpgroup MMA of e4m3 operands holds its first operand, and back.
+"""e2m1 weights in the order in which a warpgroup MMA of e4m3 operands holds its first operand.
 
 Blocks, rows and scales are those of `packing.py`. A column of a block is
 `64 part + 32 group + 16 upper + 4 quarter + byte`; thread `32 warp + 8 high + 4 low + quarter` reads words
@@ -17,7 +17,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from deepinfer.backends.cuda_sm90.packing import BLOCK, fits, matrices, pack_scales, unpack_scales
+from deepinfer.backends.cuda_sm90.packing import BLOCK, fits, matrices, pack_scales
 from deepinfer.ops.formats import QTensor
 
 NARROW: Final = "wgmma_e4m3"
@@ -43,18 +43,6 @@ def pack_narrow(weight: QTensor) -> QTensor:
         ordered = axes.permute(0, 6, 1, 7, 2, 3, 5, 10, 8, 9, 11, 4)
         to.view(-1).copy_((ordered[..., 0] | ordered[..., 1] << 4).reshape(-1))
     return QTensor(data, pack_scales(weight), weight.fmt, NARROW)
-
-
-def unpack_narrow(weight: QTensor) -> QTensor:
-    """What `pack_narrow` was given, bit for bit, in new memory."""
-    depth = weight.shape[-1]
-    data = torch.empty_like(weight.data)
-    for packed, to in zip(matrices(weight.data), matrices(data), strict=True):
-        ordered = packed.reshape(-1, depth // BLOCK, 2, 2, 4, 4, 2, 4, 2, 2, 4)
-        axes = torch.stack((ordered & 15, ordered >> 4), -1).permute(0, 2, 4, 5, 11, 6, 1, 3, 8, 9, 7, 10)
-        values = axes.reshape(-1, depth // 2, 2)
-        to.copy_((values[..., 0] | values[..., 1] << 4).reshape(to.shape))
-    return QTensor(data, unpack_scales(weight), weight.fmt)
 
 
 def evens_first(x: Tensor) -> Tensor:

@@ -14,13 +14,15 @@ from torch import Tensor
 
 from deepinfer.backends.cuda_sm90.packing import BLOCK
 from deepinfer.backends.cuda_sm90.packing_narrow import NARROW
-from deepinfer.backends.cuda_sm90.wgmma import wgmma
+from deepinfer.backends.cuda_sm90.wgmma import WIDTH, wgmma
 from deepinfer.backends.nvidia.nvrtc import CudaFunction, CudaProgram, tensor_map
 from deepinfer.ops.formats import QTensor
 
 _FOLDER: Final = Path(__file__).parent / "cuda"
 _TOKENS: Final = (8, 16, 24, 32, 48, 64, 80, 96, 128, 144, 192)
 """Tokens of a tile, any of which gives the same bits."""
+_FEW: Final = 96
+"""Tokens of a tile up to which a multiprocessor has several blocks with e2m1 weights."""
 _SHARED_OF_BLOCK: Final = 227 << 10
 _SHARED_OF_ALL: Final = 228 << 10
 _RESERVED: Final = 1 << 10
@@ -41,9 +43,9 @@ class _Params(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("codes", "scales", "row_ends", "out", "acc", "token_scales")),
-        *((name, ctypes.c_uint64) for name in ("token_scale_rows", "out_pitch", "acc_pitch")),
+        *((name, ctypes.c_uint64) for name in ("token_scale_rows", "out_pitch", "acc_pitch", "acc_step")),
         *((name, ctypes.c_int) for name in ("experts", "rows", "row_tiles", "out_tiles", "depth_blocks")),
-        *((name, ctypes.c_int) for name in ("sweep", "group_tiles")),
+        *((name, ctypes.c_int) for name in ("sweep", "group_tiles", "acc_halves")),
     ]
 
 
@@ -78,7 +80,12 @@ class Form:
             return 2 if self.tokens <= 64 else 1
         if self.eight:
             return 3 if self.tokens <= 8 else 2
-        return 3 if self.tokens <= 16 else 2 if self.tokens <= 96 else 1
+        return 3 if self.tokens <= 16 else 2 if self.tokens <= _FEW else 1
+
+    @property
+    def shorter(self) -> int:
+        """Narrower products that tiles with fewer rows take: where products, not their operands, bound the time."""
+        return 4 if self.experts and self.tokens > _FEW and not self.eight else 0
 
     @property
     def _stage_bytes(self) -> int:
@@ -115,9 +122,13 @@ class Form:
                 "NARROW": int(self.narrow),
                 "EIGHT": int(self.eight),
                 "SPLIT": self.split,
+                "SHORTER": self.shorter,
             },
-            generated=(wgmma("multiply", self.tokens, registers=True, eight_bits=self.eight),),
+            generated=(WIDTH, *(self._multiply(self.tokens - 8 * i) for i in range(self.shorter + 1))),
         )
+
+    def _multiply(self, width: int) -> str:
+        return wgmma("multiply", width, registers=True, eight_bits=self.eight, widest=self.tokens)
 
 
 def split_of(num_out: int, depth_blocks: int) -> int:
@@ -128,7 +139,7 @@ def split_of(num_out: int, depth_blocks: int) -> int:
 def tile_tokens(num_rows: int, experts: int = 1) -> int:
     """Tokens of a tile for so many rows, spread at random over experts; known without reading who has how many."""
     mean = num_rows / max(experts, 1)
-    need = mean + 2 * math.sqrt(mean) if experts > 1 else mean  # most experts then need no second tile
+    need = mean + 4 / 3 * math.sqrt(mean) if experts > 1 else mean  # one expert in eleven then needs one more tile
     need = min(need, num_rows)
     tiles = max(math.ceil(need / _TOKENS[-1]), 1)
     return next(t for t in _TOKENS if t * tiles >= need)
@@ -170,13 +181,15 @@ def multiply(
         out: [T, groups * N] bfloat16 or float32, columns side by side, rows at multiples of 8 bytes.
         row_ends: [E] int32 running ends of the experts' rows; None without experts.
         groups: matrices that stand side by side.
-        acc: like `out`, float32.
+        acc: [T, groups * N] bfloat16 or float32, added before the rounding.
         token_scales: [K / 128, at least T + a tile, 4] float32 powers of two, for e4m3 products with experts.
         invariant: rows have the same bits in any batch; False lets blocks sum parts of K where rows are few.
     """
     num_rows = x.shape[0]
     if num_rows == 0:
         return
+    if acc is not None and acc.dtype not in (torch.bfloat16, torch.float32):
+        acc = acc.float()
     experts = 0 if row_ends is None else weight.shape[0]
     num_out, depth = weight.shape[-2:]
     may_split = not invariant and experts == 0 and num_rows <= _ROWS_OF_PARTS
@@ -208,7 +221,7 @@ def multiply(
         None if token_scales is None else token_scales.data_ptr(),
         0 if token_scales is None else token_scales.shape[1],
         out.stride(0),
-        0 if acc is None else acc.stride(0),
+        *((0, 0) if acc is None else acc.stride()),
         experts,
         num_rows,
         row_tiles,
@@ -216,6 +229,7 @@ def multiply(
         depth // BLOCK,
         out_tiles if experts else sweep_of(out_tiles),
         group_tiles,
+        acc is not None and acc.dtype == torch.bfloat16,
     )
     most = (row_tiles + min(experts, num_rows)) * out_tiles
     blocks = most * split if split > 1 else min(processors * form.resident, most)

@@ -20,8 +20,15 @@ _SOURCES = ("products.py",)
 
 
 @dataclass(frozen=True)
-class _Operand:
-    """What kernels read of a matrix: codes or values, scales, which of the two, and whether it is float32."""
+class Operand:
+    """What kernels read of a matrix.
+
+    Attributes:
+        data: codes or values.
+        scale: scales of codes; None for plain values.
+        fmt: 0 for plain values, else the format of codes.
+        single: whether values are float32.
+    """
 
     data: Tensor
     scale: Tensor | None
@@ -30,18 +37,20 @@ class _Operand:
 
     @property
     def scale_pitch(self) -> int:
+        """Scales from row to row; 0 where there are none."""
         return 0 if self.scale is None else self.scale.stride(-2)
 
 
-def _close(x: Tensor) -> Tensor:
+def columns_together(x: Tensor) -> Tensor:
     """The tensor with neighbouring columns side by side; a copy only where they are not."""
     return x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()
 
 
-def _operand(x: Tensor | QTensor) -> _Operand:
+def operand_of(x: Tensor | QTensor) -> Operand:
+    """A matrix, plain or quantised, as kernels read it."""
     if isinstance(x, QTensor):
-        return _Operand(_close(x.data), _close(x.scale), FORMAT[x.fmt], False)
-    return _Operand(_close(x), None, 0, x.dtype == torch.float32)
+        return Operand(columns_together(x.data), columns_together(x.scale), FORMAT[x.fmt], False)
+    return Operand(columns_together(x), None, 0, x.dtype == torch.float32)
 
 
 @dataclass(frozen=True)
@@ -55,14 +64,14 @@ class _Tile:
     stages: int = 2
 
 
-def _tile(num_rows: int, left: _Operand, right: _Operand) -> _Tile:
+def _tile(num_rows: int, left: Operand, right: Operand) -> _Tile:
     if left.single or right.single:  # no tensor cores: what counts is that the tile stays in registers
         return _Tile(16, depth=32)
     rows = min(max(next_pow2(num_rows), 16), 128)
     return _Tile(rows, stages=4 if left.fmt == right.fmt == 0 else 2)  # plain operands go straight to shared memory
 
 
-def _vector(depth: int, *pitches: int) -> int:
+def load_width(depth: int, *pitches: int) -> int:
     """Elements that rows start at a multiple of, which makes loads wide."""
     return 16 if depth % 32 == 0 and all(p % 16 == 0 for p in pitches) else 1
 
@@ -76,12 +85,12 @@ def product(
     out: Tensor | None = None,
 ) -> Tensor:
     """`x [T, K] weight [N, K]^T * factor + acc`, [T, N]."""
-    left, right = _operand(x), _operand(weight)
+    left, right = operand_of(x), operand_of(weight)
     (num_rows, depth), num_out = x.shape, weight.shape[0]
     y = new_like(out, (num_rows, num_out), out_dtype, left.data.device)
     single = left.single or right.single
     tile = _tile(num_rows, left, right)
-    added = None if acc is None else _close(acc)
+    added = None if acc is None else columns_together(acc)
     dense(
         (triton.cdiv(num_rows, tile.rows), triton.cdiv(num_out, tile.outputs), 1),
         y,
@@ -110,7 +119,7 @@ def product(
         BM=tile.rows,
         BN=tile.outputs,
         BK=tile.depth,
-        VEC=_vector(depth, left.data.stride(0), right.data.stride(0)),
+        VEC=load_width(depth, left.data.stride(0), right.data.stride(0)),
         num_warps=tile.warps,
         num_stages=tile.stages,
     )
@@ -141,7 +150,7 @@ def linear_bf16(
 @KERNELS.implements(linear_ops.linear_grouped_o, sources=_SOURCES)
 def linear_grouped_o(x: Tensor, weight: Tensor | QTensor, *, out: Tensor | None = None) -> Tensor:
     """One product per group, all groups in one launch."""
-    left, right = _operand(x), _operand(weight)
+    left, right = operand_of(x), operand_of(weight)
     num_rows, groups, depth = x.shape
     num_out = weight.shape[1]
     y = new_like(out, (num_rows, groups, num_out), x.dtype, x.device)
@@ -175,7 +184,7 @@ def linear_grouped_o(x: Tensor, weight: Tensor | QTensor, *, out: Tensor | None 
         BM=tile.rows,
         BN=tile.outputs,
         BK=tile.depth,
-        VEC=_vector(depth, *left.data.stride()[:2], *right.data.stride()[:2]),
+        VEC=load_width(depth, *left.data.stride()[:2], *right.data.stride()[:2]),
         num_warps=tile.warps,
         num_stages=tile.stages,
     )
@@ -192,7 +201,7 @@ def moe_grouped_gemm(
     out: Tensor | None = None,
 ) -> Tensor:
     """The grid covers any spread of rows over experts, so nothing of `psum` is read on the host."""
-    left, right = _operand(x), _operand(weight)
+    left, right = operand_of(x), operand_of(weight)
     num_rows, depth = x.shape
     num_experts, num_out = weight.shape[:2]
     y = new_like(out, (num_rows, num_out), out_dtype, left.data.device)
@@ -224,7 +233,7 @@ def moe_grouped_gemm(
         BM=tile.rows,
         BN=tile.outputs,
         BK=tile.depth,
-        VEC=_vector(depth, left.data.stride(0), *right.data.stride()[:2]),
+        VEC=load_width(depth, left.data.stride(0), *right.data.stride()[:2]),
         num_warps=tile.warps,
         num_stages=tile.stages,
     )

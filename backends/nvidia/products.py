@@ -166,6 +166,36 @@ def dense(
     tl.store(out + place, y.to(out.dtype.element_ty), mask=ok)
 
 
+@device_function
+def expert_tile(
+    psum: tl.tensor, num_experts: tl.tensor, EXPERTS: tl.constexpr, BM: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    """Which rows of which expert the program's tile holds: tiles do not straddle experts.
+
+    Args:
+        psum: [num_experts] running ends of the experts' rows.
+        num_experts: how many.
+        EXPERTS: a power of two that covers them.
+        BM: rows of a tile.
+
+    Returns:
+        whether there is such a tile; the expert, its first row of the tile and its end, int64.
+    """
+    tile = tl.program_id(0)
+    expert = tl.arange(0, EXPERTS)
+    known = expert < num_experts
+    ends = tl.load(psum + expert, mask=known, other=0)
+    starts = tl.load(psum + expert - 1, mask=known & (expert > 0), other=0)
+    tiles = tl.where(known, (ends - starts + BM - 1) // BM, 0)
+    behind = tl.cumsum(tiles, 0)
+    mine = known & (tile >= behind - tiles) & (tile < behind)
+    there = tl.sum(mine.to(tl.int32), 0) > 0
+    which = tl.sum(tl.where(mine, expert, 0), 0).to(tl.int64)
+    end = tl.sum(tl.where(mine, ends, 0), 0).to(tl.int64)
+    first = tl.sum(tl.where(mine, starts + (tile - (behind - tiles)) * BM, 0), 0).to(tl.int64)
+    return there, which, first, end
+
+
 @kernel
 def grouped(
     out: tl.tensor,
@@ -194,18 +224,8 @@ def grouped(
     VEC: tl.constexpr,
 ) -> None:
     """Grid (row tiles of all experts, output tiles). Tiles do not straddle experts; those past the end do nothing."""
-    tile = tl.program_id(0)
-    expert = tl.arange(0, EXPERTS)
-    known = expert < num_experts
-    ends = tl.load(psum + expert, mask=known, other=0)
-    starts = tl.load(psum + expert - 1, mask=known & (expert > 0), other=0)
-    tiles = tl.where(known, (ends - starts + BM - 1) // BM, 0)
-    behind = tl.cumsum(tiles, 0)
-    mine = known & (tile >= behind - tiles) & (tile < behind)
-    if tl.sum(mine.to(tl.int32), 0) > 0:
-        which = tl.sum(tl.where(mine, expert, 0), 0).to(tl.int64)
-        end = tl.sum(tl.where(mine, ends, 0), 0).to(tl.int64)
-        first = tl.sum(tl.where(mine, starts + (tile - (behind - tiles)) * BM, 0), 0).to(tl.int64)
+    there, which, first, end = expert_tile(psum, num_experts, EXPERTS, BM)
+    if there:
         rows = first + tl.arange(0, BM)
         columns = tl.program_id(1).to(tl.int64) * BN + tl.arange(0, BN)
         rows_ok, columns_ok = rows < end, columns < num_out

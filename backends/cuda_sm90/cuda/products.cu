@@ -7,7 +7,8 @@
 // tensor map with swizzle. One warp feeds a ring of stages across tiles, one or two warpgroups multiply.
 //
 // A persistent block walks tiles; which expert a tile belongs to is found from `row_ends` in shared memory, so the host
-// reads nothing. A tile loads TOKENS rows wherever an expert's rows end: columns of others are computed and not stored.
+// reads nothing. Tiles of an expert are equally long. A tile loads TOKENS rows wherever it ends, multiplies as many
+// columns as the narrowest compiled product that holds its own rows, and stores those alone.
 //
 // A matrix of few rows with few tokens leaves most of the device idle. Where equal bits in any batch are not asked for, a
 // cluster of blocks may sum a part of K each; the first of them adds up and stores.
@@ -16,9 +17,9 @@
 // 32 deep for each group of scales, added in float32 under both its factors. That form has bits of its own.
 //
 // Macros: BITS 4 (e2m1) or 8 (e4m3); TOKENS a multiple of 8; STAGES; GROUPS warpgroups that multiply; RESIDENT blocks of a
-// multiprocessor; WIDE 1 for float32 results, 0 for bfloat16; NARROW 1 for e2m1 weights in the order of e4m3 products
-// (`packing_narrow.py`); EIGHT 1 for e4m3 products, which need that order; SPLIT parts of K, whose
-// blocks have one tile each.
+// multiprocessor; SHORTER narrower products, 8 columns apart; WIDE 1 for
+// float32 results, 0 for bfloat16; NARROW 1 for e2m1 weights in the order of e4m3 products (`packing_narrow.py`); EIGHT 1
+// for e4m3 products, which need that order; SPLIT parts of K, whose blocks have one tile each.
 
 constexpr u32 kDepth = 128, kConsumers = 128 * GROUPS;
 constexpr u32 kCodeBytes = GROUPS * 64 * kDepth * BITS / 8, kScaleBytes = GROUPS * 256;
@@ -31,31 +32,36 @@ struct Params {
   const u8* scales;
   const int* row_ends;  // running ends of the experts' rows; null for one matrix
   void* out;
-  const float* acc;  // added before the rounding; null for none
+  const void* acc;            // added before the rounding; null for none
   const float* token_scales;  // of e4m3 products: [depth_blocks, token_scale_rows, 4] powers of two
   u64 token_scale_rows;
-  u64 out_pitch, acc_pitch;
+  u64 out_pitch, acc_pitch, acc_step;  // of acc also from column to column
   int experts, rows, row_tiles, out_tiles, depth_blocks;
   int sweep;        // output tiles between which row tiles change, a divisor of out_tiles
   int group_tiles;  // output tiles that share columns of the tokens; the next ones use the next columns
+  int acc_halves;   // whether acc is bfloat16 instead of float32
 };
 
 struct Tile {
-  int expert, out_tile, row, end;  // first row, and where the expert's rows end
+  int expert, out_tile, row, end;  // first row, and the end of its rows or, of one matrix, of all rows
 };
 
-// Two bfloat16 = 2^-120 times the e4m3 codes in the upper halves of 16 bits.
-__device__ __forceinline__ u32 decode_e4m3(u32 x) { return (x & 0x80008000u) | ((x >> 4) & 0x07F007F0u); }
+// The first lane's value, which the compiler then keeps once for the warp; all lanes come here.
+__device__ __forceinline__ int of_warp(int value) { return __shfl_sync(0xFFFFFFFFu, value, 0); }
+
+// Calls a function with the narrowest of the compiled widths, N downwards, that so many tokens fit.
+template <int N, class Function>
+__device__ __forceinline__ void for_width(int used, Function function) {
+  if constexpr (N > TOKENS - 8 * SHORTER) {
+    if (used <= N - 8) return for_width<N - 8>(used, function);
+  }
+  function(Width<N>());
+}
 
 // A byte as the exponents of two equal bfloat16.
 template <u32 Selector>
 __device__ __forceinline__ u32 power_pair(u32 bytes) {
   return __byte_perm(bytes, 0, Selector) >> 1;
-}
-
-template <u32 Mask>
-__device__ __forceinline__ u32 choose(u32 a, u32 b) {
-  return (a & Mask) | (b & ~Mask);
 }
 
 // The first operand of four MMAs: 64 of the depth, rows r and r + 8 of a thread, with their scales.
@@ -74,19 +80,18 @@ __device__ __forceinline__ void decode(u32 (&a)[16], const u32 (&words)[4 * kQua
     a[4 * i + 3] = multiply_pair(((upper & 0x00F000F0u) * 260u) & 0x81C081C0u, t);
 #elif BITS == 4
     // Signs go to bit 15 and magnitudes to bits 8..6: 2^-126 times the code. Three codes only need a shift, as a product,
-    // which another unit does than the masks; the fourth is put together from what they leave.
-    const u32 v = words[i], swapped = __byte_perm(v, 0, 0x2301);
-    const u32 last = choose<0x01C001C0u>(choose<0x00C000C0u>(swapped * 16u, swapped * 8u), v * 2u);
+    // which another unit does than the masks; one product of three terms brings the bits of the fourth to their places.
+    const u32 v = words[i], last = (__byte_perm(v, 0, 0x2301) & 0x006C006Cu) * (2u + 64u + 4096u);
     a[4 * i + 0] = multiply_pair(v & 0x81C081C0u, s);
     a[4 * i + 1] = multiply_pair((v * 8u) & 0x81C081C0u, t);
     a[4 * i + 2] = multiply_pair((v * 64u) & 0x81C081C0u, s);
     a[4 * i + 3] = multiply_pair(last & 0x81C081C0u, t);
 #else
 #pragma unroll
-    for (int j = 0; j < 2; j++) {
-      const u32 v = words[2 * i + j];
-      a[4 * i + 2 * j] = multiply_pair(decode_e4m3(v << 8), s);
-      a[4 * i + 2 * j + 1] = multiply_pair(decode_e4m3(v), t);
+    for (int j = 0; j < 2; j++) {  // signs to bit 15, the rest to bits 10..4: 2^-120 times the code
+      const u32 v = words[2 * i + j], second = ((v * 16u) & 0x80F080F0u) | ((v >> 4) & 0x07000700u);
+      a[4 * i + 2 * j] = multiply_pair(v & 0x87F087F0u, s);
+      a[4 * i + 2 * j + 1] = multiply_pair(second, t);
     }
 #endif
   }
@@ -104,7 +109,8 @@ extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(kCons
   const u32 full = token_scales + STAGES * kTokenScaleBytes, empty = full + 8 * STAGES;
   int* const tile_ends = reinterpret_cast<int*>(raw + (empty + 8 * STAGES - shared_address(raw)));
   int* const row_ends = tile_ends + p.experts;
-  const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31;
+  // Known to be one number for a warp, so that what follows from it is computed once a warp instead of once a thread.
+  const int thread = threadIdx.x, warp = of_warp(thread >> 5), lane = thread & 31;
   if (thread == 0) {
     for (int i = 0; i < STAGES; i++) {
       barrier_init(full + 8 * i, 1);
@@ -133,10 +139,11 @@ extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(kCons
     }
   }
   __syncthreads();
-  const int row_tiles = p.row_ends != nullptr ? tile_ends[p.experts - 1] : p.row_tiles;
+  const int row_tiles = of_warp(p.row_ends != nullptr ? tile_ends[p.experts - 1] : p.row_tiles);
   const int num_tiles = row_tiles * p.out_tiles;
+  const int part = blockIdx.x % SPLIT, first_number = blockIdx.x / SPLIT, numbers = gridDim.x / SPLIT;
   auto tile_at = [&](int number) -> Tile {
-    const int span = p.sweep * row_tiles, sweep = number / span, within = number - sweep * span;
+    const int span = max(p.sweep * row_tiles, 1), sweep = number / span, within = number - sweep * span;
     const int row_tile = within / p.sweep, out_tile = sweep * p.sweep + within - row_tile * p.sweep;
     if (p.row_ends == nullptr) return Tile{0, out_tile, row_tile * TOKENS, p.rows};
     int low = 0, high = p.experts - 1;  // the first expert whose tiles end behind this one
@@ -146,10 +153,11 @@ extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(kCons
       else low = middle + 1;
     }
     const int first_tile = low > 0 ? tile_ends[low - 1] : 0, first_row = low > 0 ? row_ends[low - 1] : 0;
-    return Tile{low, out_tile, first_row + (row_tile - first_tile) * TOKENS, row_ends[low]};
+    const int end = row_ends[low], tiles = max(tile_ends[low] - first_tile, 1), each = (end - first_row + tiles - 1) / tiles;
+    const int row = first_row + (row_tile - first_tile) * each;
+    return Tile{low, out_tile, row, min(row + each, end)};
   };
 
-  const int part = blockIdx.x % SPLIT, first_number = blockIdx.x / SPLIT, numbers = gridDim.x / SPLIT;
   const int first_block = part * p.depth_blocks / SPLIT, end_block = (part + 1) * p.depth_blocks / SPLIT;
   u32 stage = 0, phase = 0;
   auto advance = [&] {
@@ -199,10 +207,9 @@ extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(kCons
   u32 a[16];
 #else
   u32 a[2][16];  // while one is multiplied, the other is decoded
-  u32 before = 0;
 #endif
-  for (int number = first_number; number < num_tiles; number += numbers) {
-    const Tile tile = tile_at(number);
+  Tile tile = tile_at(first_number), next;
+  for (int number = first_number; number < num_tiles; number += numbers, tile = next) {
 #if EIGHT
 #pragma unroll
     for (int i = 0; i < TOKENS / 2; i++) d[i] = groups[0][i] = groups[1][i] = groups[2][i] = groups[3][i] = 0.f;
@@ -225,7 +232,9 @@ extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(kCons
       }
       mma_fence();
 #pragma unroll
-      for (int g = 0; g < 4; g++) multiply(groups[g], a + 4 * g, token_rows + stage * (kTokenBytes / 16) + 2 * g, 0);
+      for (int g = 0; g < 4; g++) {
+        multiply(Width<TOKENS>(), groups[g], a + 4 * g, token_rows + stage * (kTokenBytes / 16) + 2 * g, 0);
+      }
       mma_commit();
       mma_wait_all();
 #pragma unroll
@@ -248,7 +257,12 @@ extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(kCons
         }
       }
     }
+    next = tile_at(number + numbers);
 #else
+    const int used = of_warp(tile.end - tile.row);
+    u32 before = 0;
+#pragma unroll
+    for (int i = 0; i < TOKENS / 2; i++) d[i] = 0.f;
     for (int k = first_block; k < end_block; k++) {
       barrier_wait(full + 8 * stage, phase);
       // What is read of a stage is used before its release, scales being read first: a read still in flight at the release
@@ -273,13 +287,16 @@ extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(kCons
         if (c == 1 && k > first_block && lane == 0) barrier_arrive(empty + 8 * before);
         decode(a[c], words[c], bytes[c]);
         mma_fence();
+        for_width<TOKENS>(used, [&](auto width) {
 #pragma unroll
-        for (int i = 0; i < 4; i++) multiply(d, a[c] + 4 * i, rows + c * (kTokenBytes / 32) + 2 * i, k != first_block || (c | i) != 0);
-        mma_commit();
+          for (int i = 0; i < 4; i++) multiply(width, d, a[c] + 4 * i, rows + c * (kTokenBytes / 32) + 2 * i, 1);
+          mma_commit();  // here, since behind the branches it would be a group of its own
+        });
       }
       before = stage;
       advance();
     }
+    next = tile_at(number + numbers);  // while the last products are under way
     mma_wait_all();
     keep(d);
     if (lane == 0) barrier_arrive(empty + 8 * before);
@@ -289,6 +306,7 @@ extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(kCons
 #pragma unroll
     for (int i = 0; i < TOKENS / 8; i++) store_floats(exchange + i * 2048, d[4 * i], d[4 * i + 1], d[4 * i + 2], d[4 * i + 3]);
     blocks_meet();
+#pragma unroll 1
     for (int other = 1; part == 0 && other < SPLIT; other++) {
       const u32 theirs = address_in_block(exchange, other);
 #pragma unroll
@@ -306,22 +324,38 @@ extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(kCons
 
     // Row r of a thread is row 4 (r / 2) + r % 2 of its warp's sixteen, and row r + 8 two further on (`packing.py`).
     const int row0 = (tile.out_tile * GROUPS + group) * 64 + (warp & 3) * 16, mine = row0 + 4 * (lane >> 3) + ((lane >> 2) & 1);
+    if (p.acc != nullptr) {
+      u64 from = (tile.row + 2 * quarter) * p.acc_pitch + mine * p.acc_step;
 #pragma unroll
-    for (int j = 0; j < TOKENS / 8; j++) {
-      const int token = tile.row + 8 * j + 2 * quarter;
+      for (int j = 0; j < TOKENS / 8; j++, from += 8 * p.acc_pitch) {
 #pragma unroll
-      for (int i = 0; i < 4; i++) {
-        const int at = token + (i & 1), column = mine + (i >> 1) * 2;
-        if (p.acc != nullptr && at < tile.end) d[4 * j + i] += p.acc[at * p.acc_pitch + column];
-        if (WIDE && at < tile.end) static_cast<float*>(p.out)[at * p.out_pitch + column] = d[4 * j + i];
-      }
-      if (!WIDE) {
-        const u32 low = transpose_pairs(round_pair(d[4 * j], d[4 * j + 1]));
-        const u32 high = transpose_pairs(round_pair(d[4 * j + 2], d[4 * j + 3]));
-        const int at = tile.row + 8 * j + (lane >> 2);
-        u16* to = static_cast<u16*>(p.out) + at * p.out_pitch + row0 + 4 * quarter;
-        if (at < tile.end) *reinterpret_cast<uint2*>(to) = make_uint2(low, high);
+        for (int i = 0; i < 4; i++) {
+          const u64 at = from + (i & 1) * p.acc_pitch + (i >> 1) * 2 * p.acc_step;
+          if (tile.row + 8 * j + 2 * quarter + (i & 1) >= tile.end) continue;
+          if (p.acc_halves) d[4 * j + i] += __uint_as_float(static_cast<const u16*>(p.acc)[at] << 16);
+          else d[4 * j + i] += static_cast<const float*>(p.acc)[at];
+        }
       }
     }
+#if WIDE
+    float* to = static_cast<float*>(p.out) + (tile.row + 2 * quarter) * p.out_pitch + mine;
+    const int left = tile.end - tile.row - 2 * quarter;
+#pragma unroll
+    for (int j = 0; j < TOKENS / 8; j++, to += 8 * p.out_pitch) {
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        if (8 * j + (i & 1) < left) to[(i & 1) * p.out_pitch + (i >> 1) * 2] = d[4 * j + i];
+      }
+    }
+#else
+    u16* to = static_cast<u16*>(p.out) + (tile.row + (lane >> 2)) * p.out_pitch + row0 + 4 * quarter;
+    const int left = tile.end - tile.row - (lane >> 2);
+#pragma unroll
+    for (int j = 0; j < TOKENS / 8; j++, to += 8 * p.out_pitch) {
+      const u32 low = transpose_pairs(round_pair(d[4 * j], d[4 * j + 1]));
+      const u32 high = transpose_pairs(round_pair(d[4 * j + 2], d[4 * j + 3]));
+      if (8 * j < left) *reinterpret_cast<uint2*>(to) = make_uint2(low, high);
+    }
+#endif
   }
 }

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import itertools
 
-import pytest
 import torch
 
 from deepinfer.backends.cuda_sm90.packing import pack
-from deepinfer.backends.cuda_sm90.packing_narrow import NARROW, evens_first, fits_narrow, pack_narrow, unpack_narrow
+from deepinfer.backends.cuda_sm90.packing_narrow import NARROW, evens_first, fits_narrow, pack_narrow
 from deepinfer.ops.formats import QTensor, QuantFormat
 from deepinfer.ops.quant import e2m1_value
 
@@ -70,18 +69,9 @@ def test_threads_find_their_operand_of_bfloat16_products_with_evens_first() -> N
 
 def test_scales_stand_where_the_other_order_has_them() -> None:
     w = weight(256, 384)
-    assert torch.equal(pack_narrow(w).scale, pack(w).scale)
-
-
-@pytest.mark.parametrize("shape", [(128, 128), (384, 256), (3, 128, 384)])
-def test_unpacking_gives_the_same_bits(shape: tuple[int, ...]) -> None:
-    w = weight(*shape)
     p = pack_narrow(w)
     assert (p.layout, p.shape, p.scale.shape) == (NARROW, w.shape, w.scale.shape)
-    back = unpack_narrow(p)
-    assert back.layout == "canonical"
-    assert torch.equal(back.data, w.data)
-    assert torch.equal(back.scale, w.scale)
+    assert torch.equal(p.scale, pack(w).scale)
 
 
 def test_what_does_not_fit() -> None:

@@ -37,6 +37,7 @@ def first_rows(x: QTensor, count: int) -> QTensor:
         (1792, 5120, "mxfp8"),
         (5120, 2304, "mxfp4"),
         (16896, 1280, "mxfp8"),
+        (4736, 640, "mxfp4"),
         (128, 384, "mxfp8"),
     ],
 )
@@ -52,6 +53,50 @@ def test_rows_keep_their_bits(n: int, k: int, fmt: QuantFormat, out_dtype: torch
     for rows in (1, 16, 64, 100, 128, 129, 144, 190, 250, 400):
         some = linear_mx(first_rows(x, rows), packed, out_dtype, acc[:rows])
         assert torch.equal(some, whole[:rows]), rows
+
+
+@pytest.mark.parametrize("acc_dtype", [torch.bfloat16, torch.float32])
+def test_sums_of_any_layout_are_added(acc_dtype: torch.dtype) -> None:
+    from deepinfer.backends.cuda_sm90.linear import linear_mx
+
+    gen = torch.Generator("cuda").manual_seed(2)
+    weight, x = codes(gen, 256, 512, fmt="mxfp8"), codes(gen, 300, 512, fmt="mxfp8")
+    acc = torch.randn(256, 600, generator=gen, device="cuda").to(acc_dtype)[:, ::2].t()
+    found = linear_mx(x, pack(weight), torch.float32, acc)
+    assert torch.equal(found, linear_mx(x, pack(weight), torch.float32, acc.float().contiguous()))
+    exact = value(x) @ value(weight).t() + acc.double()
+    assert (found.double() - exact).norm() < 2.0**-18 * exact.norm()
+
+
+@pytest.mark.parametrize(("n", "k"), [(256, 640), (384, 5120), (4608, 128)])
+@pytest.mark.parametrize("fmt", ["mxfp4", "mxfp8"])
+def test_rows_of_experts_keep_their_bits(n: int, k: int, fmt: QuantFormat) -> None:
+    from deepinfer.backends.cuda_sm90.linear import moe_grouped_gemm
+
+    gen = torch.Generator("cuda").manual_seed(n)
+    counts = [0, 1, 143, 144, 145, 200, 0, 289, 130, 300, 121, 8]  # tiles of all widths, one or several of an expert
+    ends = torch.tensor(counts, device="cuda").cumsum(0).int()
+    weight, x = codes(gen, len(counts), n, k, fmt=fmt), codes(gen, sum(counts), k, fmt="mxfp8")
+    packed = pack(weight)
+    whole = moe_grouped_gemm(
+        x, packed, ends, torch.bfloat16, out=torch.full((len(x.data), n), torch.nan).cuda().bfloat16()
+    )
+    start = 0
+    for expert, count in enumerate(counts):
+        rows = slice(start, start + count)
+        mine, matrix = (
+            QTensor(x.data[rows], x.scale[rows], x.fmt),
+            QTensor(weight.data[expert], weight.scale[expert], fmt),
+        )
+        exact = value(mine) @ value(matrix).t()
+        assert (whole[rows].double() - exact).norm() <= 2.0**-8 * exact.norm()
+        for some in {min(count, limit) for limit in (1, 24, 100, 160)}:
+            few = torch.zeros(len(counts), dtype=torch.int32, device="cuda")
+            few[expert:] = some
+            assert torch.equal(
+                moe_grouped_gemm(first_rows(mine, some), packed, few, torch.bfloat16), whole[rows][:some]
+            )
+        start += count
 
 
 @pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32])
