@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from deepinfer.backends.cuda_sm90 import BACKEND
+from deepinfer.backends.cuda_sm90.device import num_processors
 from deepinfer.backends.nvidia import kv as triton_form
 from deepinfer.backends.nvidia.nvrtc import CudaFunction, CudaProgram
 from deepinfer.backends.nvidia.records import KIND
@@ -22,10 +23,14 @@ from deepinfer.ops.formats import PagedCache
 
 _FOLDER: Final = Path(__file__).parent / "cuda"
 _THREADS: Final = 128
+RESIDENT: Final = 7
+"""Blocks of a multiprocessor, each of which takes row after row."""
 _SHAPES: Final = ((512, "fp8"), (512, "fp4"), (128, "index"))
 _SOURCES: Final = (
     "cuda/hopper.cuh",
+    "cuda/codes.cuh",
     "cuda/kv_store.cu",
+    "device.py",
     "../nvidia/nvrtc.py",
     "../nvidia/kv.py",
     "../nvidia/records.py",
@@ -41,7 +46,7 @@ class _Params(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("x", "weight", "positions", "table", "cache", "slots", "normed")),
         *((name, ctypes.c_uint64) for name in ("pitch", "page_bytes")),
-        *((name, ctypes.c_int) for name in ("rows", "ratio")),
+        *((name, ctypes.c_int) for name in ("rows", "stride", "ratio", "mask")),
         ("eps", ctypes.c_float),
     ]
 
@@ -49,15 +54,20 @@ class _Params(ctypes.Structure):
 def program(dim: int, kind: str, width: int, records: int) -> CudaProgram:
     """The kernel for rows of `dim` values, of which the last `width` turn."""
     return CudaProgram(
-        files=(_FOLDER / "hopper.cuh", _FOLDER / "kv_store.cu"),
+        files=(_FOLDER / "hopper.cuh", _FOLDER / "codes.cuh", _FOLDER / "kv_store.cu"),
         entry="kv_store",
-        macros={"DIM": dim, "KIND": KIND[kind], "WIDTH": width, "RECORDS": records},
+        macros={"DIM": dim, "KIND": KIND[kind], "WIDTH": width, "RECORDS": records, "RESIDENT": RESIDENT},
     )
 
 
 def rows_of_block(dim: int) -> int:
-    """Rows that a block takes: a lane has at least eight values."""
-    return _THREADS // min(32, dim // 8)
+    """Rows that a block takes at a time: a lane has sixteen values."""
+    return _THREADS // (dim // 16)
+
+
+def mask_of(ratio: int) -> int:
+    """Bits that a position keeps when what `ratio` leaves of it goes; 0 where that is no matter of bits."""
+    return -ratio if ratio & (ratio - 1) == 0 else 0
 
 
 @lru_cache(maxsize=64)
@@ -97,6 +107,8 @@ def _launch(
     if num_rows == 0:
         return
     positions, slots = packed(positions), packed(slots)
+    tile = rows_of_block(dim)
+    blocks = min(-(-num_rows // tile), num_processors(x.device.index) * RESIDENT)
     params = _Params(
         x.data_ptr(),
         weight.data_ptr(),
@@ -108,11 +120,13 @@ def _launch(
         x.stride(0),
         cache.data.stride(0),
         num_rows,
+        blocks * tile,
         ratio,
+        mask_of(ratio),
         eps,
     )
     function = _function(x.device.index, dim, cache.format.kind, cos_sin.shape[1], cache.records)
-    function.launch((-(-num_rows // rows_of_block(dim)),), _THREADS, (params,))
+    function.launch((blocks,), _THREADS, (params,))
 
 
 def kv_norm_rope_store(
@@ -162,11 +176,11 @@ def _suits(dims: Dims) -> bool:
 
 @BACKEND.implements_plan(kv_ops.kv_norm_rope_store, when=_suits, priority=10, sources=_SOURCES, interpreted=False)
 def kv_norm_rope_store_warps(dims: Dims, ctx: BindContext) -> Plan:
-    """A warp per row."""
+    """A warp per row, and row after row."""
     return KernelPlan(kv_norm_rope_store)
 
 
 @BACKEND.implements_plan(kv_ops.index_k_store, when=_suits, priority=10, sources=_SOURCES, interpreted=False)
 def index_k_store_warps(dims: Dims, ctx: BindContext) -> Plan:
-    """Half a warp per row."""
+    """A quarter of a warp per row."""
     return KernelPlan(index_k_store)

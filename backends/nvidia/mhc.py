@@ -326,7 +326,8 @@ def _split_bytes(count: int) -> int:
     return -(-count * 3 * 2 // 16) * 16
 
 
-def _scratch_bytes(dims: Dims, ctx: BindContext) -> int:
+def step_scratch_bytes(dims: Dims, ctx: BindContext) -> int:
+    """What a mix needs: sums of parts, and the matrix in its terms."""
     streams, terms = int(dims["streams"]), int(dims["streams"]) * int(dims["hidden"])
     columns = streams * (streams + 2)
     floats = _parts(terms)[0] * max(next_pow2(columns + 1), 16) + columns
@@ -367,7 +368,7 @@ def _mix(h: Tensor, fn: Tensor, eps: float, mix: Tensor | None, scratch: Tensor 
         STEP=_TILE_TERMS,
         LANE=_LANE_TERMS,
         SPLIT=many,
-        num_stages=3,
+        num_stages=1,  # with copies under way rows came out wrong now and then on an H200, most of them split
     )
     _mix_sum((rows,), mix, room, eps, **common, num_warps=1)
     return mix
@@ -400,7 +401,7 @@ def _split(
     return pre, post, comb
 
 
-@KERNELS.implements(mhc_ops.mhc_prenorm_mix, scratch=_scratch_bytes)
+@KERNELS.implements(mhc_ops.mhc_prenorm_mix, scratch=step_scratch_bytes)
 def mhc_prenorm_mix(
     h: Tensor, fn: Tensor, eps: float, *, out: Tensor | None = None, scratch: Tensor | None = None
 ) -> Tensor:
@@ -496,7 +497,7 @@ def mhc_expand(x: Tensor, streams: int, *, out: tuple[Tensor, Tensor] | None = N
     return h, pre
 
 
-@KERNELS.implements(mhc_ops.mhc_step, scratch=_scratch_bytes, sources=("norm.py",))
+@KERNELS.implements(mhc_ops.mhc_step, scratch=step_scratch_bytes, sources=("norm.py",))
 def mhc_step(
     y: Tensor,
     h: Tensor,

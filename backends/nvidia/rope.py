@@ -16,8 +16,10 @@ from deepinfer.ops import rope as rope_ops
 from deepinfer.ops.backend import Dims
 from deepinfer.ops.formats import GROUP, QTensor, QuantFormat
 
-_TILE = 4096
+_TILE = 8192
 """Elements that one program holds, about."""
+_LANE = 16
+"""Elements that a lane has: enough loads are under way, and few warps share the table's row."""
 
 
 @device_function
@@ -141,7 +143,7 @@ def turn(
         NORMALISE=normalise,
         FMT=FORMAT[fmt],
         VEC=16 if x.stride(0) % 16 == 0 and x.stride(1) % 16 == 0 else 1,
-        num_warps=warps_for(tile * block),
+        num_warps=warps_for(tile * block, _LANE),
     )
 
 

@@ -59,8 +59,14 @@ def _stream_cases(
 
 
 def mhc_prenorm_mix_cases() -> Iterable[Case]:
-    """Awkward rows, two streams, zero rows of streams."""
-    return _stream_cases(("h", "fn"), ("h",), {"eps": 1e-20}, "h")
+    """Awkward rows, two streams, zero rows of streams, and so many rows that a device works on them in several waves."""
+
+    def make(gen: Generator, rows: int) -> dict[str, Any]:
+        args = _streams(gen, rows, torch.bfloat16, h=5120)
+        return {"h": args["h"], "fn": args["fn"], "eps": 1e-20}
+
+    yield from _stream_cases(("h", "fn"), ("h",), {"eps": 1e-20}, "h")
+    yield Case("model width, many rows", bound(make, rows=2500), "real", ("h",))
 
 
 def mhc_split_sinkhorn_cases() -> Iterable[Case]:

@@ -1,0 +1,401 @@
+// One step between two sublayers in one pass over the streams: write the first sublayer's output back, read and norm for
+// the second, and mix for it on tensor cores while the new streams are in shared memory.
+//
+// A cluster of 8 blocks takes tiles of 64 rows, each block an eighth of the channels. Of a block, 16 warps write streams, 64
+// channels at a time, a row to every 8 lanes; 4 warps multiply what was written by the matrix (`mhc_terms.cu`), make the sums
+// of the tile with the other blocks, and weights of the next step from them. What the second sublayer reads waits in shared memory for its mean square, which arrives while the next tile is being written: the lane that keeps
+// a value finishes it just before it needs its place again. Sums of a row are made in one order for any number of rows: over
+// the channels of a block, then over blocks.
+//
+// Macros: HIDDEN, a multiple of 512; STAGES of written streams, RING of the matrix.
+
+constexpr int kStreams = 4, kColumns = kStreams * (kStreams + 2), kWidth = 3 * kColumns;  // three terms side by side
+constexpr int kBlocks = 8, kRows = 64, kOwnRows = kRows / kBlocks;
+constexpr int kWriters = 16, kMixers = 4, kThreads = 32 * (kWriters + kMixers);
+constexpr int kStep = 64, kSlice = HIDDEN / kBlocks, kSteps = kSlice / kStep, kKept = kSteps + 2;
+constexpr u32 kTileBytes = kRows * 128, kMatrixBytes = kWidth * 128;                  // of a step and stream
+constexpr int kPitch = kColumns + 4;                                                 // products of a row, then its square
+constexpr u32 kPartBytes = kOwnRows * kPitch * 4, kSquareBytes = kRows * 4, kSentBytes = kPartBytes + kSquareBytes;
+// Places in shared memory.
+constexpr u32 kStagesAt = 0, kRingAt = kStagesAt + STAGES * kStreams * kTileBytes, kKeptAt = kRingAt + RING * kMatrixBytes;
+constexpr u32 kWeightAt = kKeptAt + kKept * kWriters * 512, kSquaresAt = kWeightAt + kSlice * 4;  // [2][kRows]: of streams, of what is read
+constexpr u32 kSendAt = kSquaresAt + 2 * kSquareBytes, kReceivedAt = kSendAt + kBlocks * kPartBytes;
+constexpr u32 kMixAt = kReceivedAt + 2 * kBlocks * kSentBytes, kInverseAt = kMixAt + kPartBytes;
+constexpr u32 kBarriersAt = kInverseAt + 2 * kSquareBytes;
+constexpr u32 kWritten = kBarriersAt, kMixed = kWritten + STAGES * 8, kFull = kMixed + STAGES * 8, kEmpty = kFull + RING * 8;
+constexpr u32 kReceived = kEmpty + RING * 8, kInverse = kReceived + 16, kEnd = kInverse + 8;
+static_assert(kStep * kSteps * kBlocks == HIDDEN && kSteps >= 3 && kSteps >= STAGES && kMatrixBytes % 1024 == 0);
+
+struct Params {
+  const u16* y;         // [rows, HIDDEN] bfloat16
+  const u16* h;         // [rows, 4, HIDDEN] bfloat16
+  const float* post;    // [rows, 4]
+  const float* comb;    // [rows, 4, 4]
+  const float* read;    // [rows, 4]
+  const u8* terms;      // of `mhc_terms.cu`
+  const float* scale;   // [3]
+  const float* base;    // [24]
+  const float* weight;  // [HIDDEN]
+  u16* out;             // [rows, 4, HIDDEN]
+  u16* normed;          // [rows, HIDDEN]
+  float* next_pre;
+  float* next_post;
+  float* next_comb;
+  int rows, iters, clusters;
+  float hc_eps, norm_eps;
+};
+
+__device__ __forceinline__ void cluster_meets() {
+  asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
+}
+__device__ __forceinline__ void mixers_meet() { asm volatile("bar.sync 1, 128;" ::: "memory"); }
+// So many bytes to where another block of the cluster has what this block has at `to`, whose barrier there counts them.
+__device__ __forceinline__ void send_to_block(u32 to, u32 block, u32 from, u32 bytes, u32 barrier) {
+  asm volatile(
+      "{\n.reg .b32 far, counts;\nmapa.shared::cluster.u32 far, %0, %1;\nmapa.shared::cluster.u32 counts, %4, %1;\n"
+      "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [far], [%2], %3, [counts];\n}" ::"r"(to),
+      "r"(block), "r"(from), "r"(bytes), "r"(barrier)
+      : "memory");
+}
+// Sixteen bytes that nobody reads again.
+__device__ __forceinline__ void load_once(u32 (&v)[4], const u16* from) {
+  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3]) : "l"(from));
+}
+__device__ __forceinline__ float low_value(u32 pair) { return __uint_as_float(pair << 16); }
+__device__ __forceinline__ float high_value(u32 pair) { return __uint_as_float(pair & 0xFFFF0000u); }
+__device__ __forceinline__ void store_global(u16* to, const u32 (&v)[4]) {
+  asm volatile("st.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(to), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]) : "memory");
+}
+__device__ __forceinline__ float sigmoid(float x) { return __fdiv_rn(1.f, __fadd_rn(1.f, expf(-x))); }
+__device__ __forceinline__ float inverse_root(float sum, float count, float eps) {
+  return __fdiv_rn(1.f, __fsqrt_rn(__fadd_rn(__fdiv_rn(sum, count), eps)));
+}
+
+// --- writers ------------------------------------------------------------------------------------------------------------
+
+// Weights of a row: to write with, to keep streams with, to read with. The 8 lanes of a row load three each.
+struct Weights {
+  float post[kStreams], comb[kStreams][kStreams], read[kStreams];
+};
+struct WeightsPart {
+  float comb[2], other;
+};
+__device__ __forceinline__ WeightsPart load_weights(const Params& p, u64 row, int lane) {
+  const float* const comb = p.comb + row * kStreams * kStreams + 2 * lane;
+  return {{comb[0], comb[1]}, lane < kStreams ? p.post[row * kStreams + lane] : p.read[row * kStreams + lane - kStreams]};
+}
+__device__ __forceinline__ Weights spread_weights(const WeightsPart& part) {
+  const int first = threadIdx.x % 32 / 8 * 8;
+  Weights w;
+#pragma unroll
+  for (int i = 0; i < kStreams; i++) {
+#pragma unroll
+    for (int j = 0; j < kStreams; j++) w.comb[i][j] = __shfl_sync(0xFFFFFFFFu, part.comb[j % 2], first + 2 * i + j / 2);
+    w.post[i] = __shfl_sync(0xFFFFFFFFu, part.other, first + i);
+    w.read[i] = __shfl_sync(0xFFFFFFFFu, part.other, first + kStreams + i);
+  }
+  return w;
+}
+
+// A stretch of every stream and of the output.
+struct Stretch {
+  u32 y[4], h[kStreams][4];
+};
+__device__ __forceinline__ void load_stretch(Stretch& s, const Params& p, u64 row, int channel) {
+  load_once(s.y, p.y + row * HIDDEN + channel);
+  const u16* const h = p.h + row * kStreams * HIDDEN + channel;
+#pragma unroll
+  for (int i = 0; i < kStreams; i++) load_once(s.h[i], h + i * HIDDEN);
+}
+
+// A channel pair: what is stored of each stream, and what is read of them. Nothing is fused and the order is the contract's,
+// since sums that nearly vanish show one bit of a stream.
+__device__ __forceinline__ u32 write_pair(u32 (&stored)[kStreams], float& squares, u32 y, const u32 (&h)[kStreams], const Weights& w) {
+  float low = 0.f, high = 0.f;
+#pragma unroll
+  for (int j = 0; j < kStreams; j++) {
+    float a = __fmul_rn(w.comb[0][j], low_value(h[0])), b = __fmul_rn(w.comb[0][j], high_value(h[0]));
+#pragma unroll
+    for (int i = 1; i < kStreams; i++) {
+      a = __fadd_rn(a, __fmul_rn(w.comb[i][j], low_value(h[i])));
+      b = __fadd_rn(b, __fmul_rn(w.comb[i][j], high_value(h[i])));
+    }
+    stored[j] = round_pair(__fadd_rn(__fmul_rn(w.post[j], low_value(y)), a), __fadd_rn(__fmul_rn(w.post[j], high_value(y)), b));
+    a = low_value(stored[j]);
+    b = high_value(stored[j]);
+    squares = fmaf(a, a, squares);
+    squares = fmaf(b, b, squares);
+    a = __fmul_rn(w.read[j], a);
+    b = __fmul_rn(w.read[j], b);
+    low = j == 0 ? a : __fadd_rn(low, a);
+    high = j == 0 ? b : __fadd_rn(high, b);
+  }
+  return round_pair(low, high);
+}
+
+// A value that was kept, with its norm, to where it belongs.
+__device__ __forceinline__ void finish(const Params& p, u32 memory, u32 kept, int tile, int number, int step, int tile_row, int chunk) {
+  u32 v[4];
+  load_16(v, kept);
+  const float inverse = load_f32(memory + kInverseAt + number % 2 * kSquareBytes + tile_row * 4);
+#pragma unroll
+  for (int half = 0; half < 2; half++) {
+    u32 w[4];
+    load_16(w, memory + kWeightAt + (step * kStep + chunk * 8 + half * 4) * 4);
+#pragma unroll
+    for (int k = 0; k < 2; k++) {
+      u32& pair = v[2 * half + k];
+      const float low = __fmul_rn(__fmul_rn(low_value(pair), inverse), __uint_as_float(w[2 * k]));
+      pair = round_pair(low, __fmul_rn(__fmul_rn(high_value(pair), inverse), __uint_as_float(w[2 * k + 1])));
+    }
+  }
+  const int row = tile * kRows + tile_row;
+  if (row < p.rows) store_global(p.normed + static_cast<u64>(row) * HIDDEN + blockIdx.x % kBlocks * kSlice + step * kStep + chunk * 8, v);
+}
+
+__device__ __forceinline__ void write_streams(const Params& p, u32 memory) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, chunk = lane % 8, tile_row = warp * 4 + lane / 8;
+  const int channel = blockIdx.x % kBlocks * kSlice + chunk * 8, cluster = blockIdx.x / kBlocks;
+  const u32 own_kept = memory + kKeptAt + warp * 512 + lane * 16;
+  const u32 own_tile = memory + kStagesAt + tile_row * 128 + (chunk ^ tile_row % 8) * 16;
+  // rows behind the end read the last one and write nothing
+  const auto row_of = [&](int tile) { return static_cast<u64>(min(tile * kRows + tile_row, p.rows - 1)); };
+  int place = 0, old_number = 0, old_step = -kKept, stage = 0;  // of what is kept; of what leaves its place; of the streams
+  u32 mixed_phase = 1;                                          // no stage is in use before the first turn is over
+  Stretch next;
+  load_stretch(next, p, row_of(cluster), channel);
+  WeightsPart part = load_weights(p, row_of(cluster), chunk);
+  const auto leave = [&]() {
+    if (old_step >= 0) {
+      if (old_step == 0) barrier_wait(memory + kInverse, old_number & 1);
+      finish(p, memory, own_kept + place * (kWriters * 512), cluster + old_number * p.clusters, old_number, old_step, tile_row, chunk);
+    }
+    if (++old_step == kSteps) {
+      old_step = 0;
+      old_number++;
+    }
+  };
+  for (int tile = cluster; tile * kRows < p.rows; tile += p.clusters) {
+    const Weights weights = spread_weights(part);
+    const bool live = tile * kRows + tile_row < p.rows;
+    u16* const out = p.out + (static_cast<u64>(tile) * kRows + tile_row) * kStreams * HIDDEN + channel;
+    const bool last = (tile + p.clusters) * kRows >= p.rows;
+    if (!last) part = load_weights(p, row_of(tile + p.clusters), chunk);
+    float squares = 0.f, read_squares = 0.f;
+#pragma unroll 1
+    for (int step = 0; step < kSteps; step++) {
+      const Stretch now = next;
+      if (step + 1 < kSteps) load_stretch(next, p, row_of(tile), channel + (step + 1) * kStep);
+      else if (!last) load_stretch(next, p, row_of(tile + p.clusters), channel);
+      u32 stored[kStreams][4], seen[4];
+#pragma unroll
+      for (int k = 0; k < 4; k++) {
+        const u32 old[kStreams] = {now.h[0][k], now.h[1][k], now.h[2][k], now.h[3][k]};
+        u32 pair[kStreams];
+        seen[k] = write_pair(pair, squares, now.y[k], old, weights);
+#pragma unroll
+        for (int j = 0; j < kStreams; j++) stored[j][k] = pair[j];
+        read_squares = fmaf(low_value(seen[k]), low_value(seen[k]), read_squares);
+        read_squares = fmaf(high_value(seen[k]), high_value(seen[k]), read_squares);
+      }
+      barrier_wait(memory + kMixed + stage * 8, mixed_phase);
+#pragma unroll
+      for (int j = 0; j < kStreams; j++) {
+        store_16(own_tile + (stage * kStreams + j) * kTileBytes, stored[j][0], stored[j][1], stored[j][2], stored[j][3]);
+      }
+      if (step + 1 == kSteps) {
+#pragma unroll
+        for (int i = 1; i < 8; i *= 2) {
+          squares = __fadd_rn(squares, __shfl_xor_sync(0xFFFFFFFFu, squares, i));
+          read_squares = __fadd_rn(read_squares, __shfl_xor_sync(0xFFFFFFFFu, read_squares, i));
+        }
+        if (chunk == 0) {
+          store_f32(memory + kSquaresAt + tile_row * 4, squares);
+          store_f32(memory + kSquaresAt + kSquareBytes + tile_row * 4, read_squares);
+        }
+      }
+      fence_async_units();
+      __syncwarp();
+      if (lane == 0) barrier_arrive(memory + kWritten + stage * 8);
+      if (++stage == STAGES) {
+        stage = 0;
+        mixed_phase ^= 1;
+      }
+      if (live) {
+#pragma unroll
+        for (int j = 0; j < kStreams; j++) store_global(out + j * HIDDEN + step * kStep, stored[j]);
+      }
+      leave();
+      store_16(own_kept + place * (kWriters * 512), seen[0], seen[1], seen[2], seen[3]);
+      if (++place == kKept) place = 0;
+    }
+  }
+  for (int i = 0; i < kKept; i++) {
+    leave();
+    if (++place == kKept) place = 0;
+  }
+}
+
+// --- mixers -------------------------------------------------------------------------------------------------------------
+
+// This block's sums of a tile to the blocks that go on with them: of 8 rows each, and squares of what is read to all.
+__device__ __forceinline__ void send(u32 memory, const float (&d)[kWidth / 2], int number) {
+  const int thread = threadIdx.x % 128, group = thread % 32 / 4, block = blockIdx.x % kBlocks;
+#pragma unroll
+  for (int half = 0; half < 2; half++) {
+    const u32 own = memory + kSendAt + (thread / 32 * 2 + half) * kPartBytes + group * kPitch * 4;
+#pragma unroll
+    for (int n = 0; n < kColumns / 8; n++) {
+#pragma unroll
+      for (int i = 0; i < 2; i++) {
+        const auto term = [&](int which) { return d[(which * (kColumns / 8) + n) * 4 + half * 2 + i]; };
+        store_f32(own + (n * 8 + thread % 4 * 2 + i) * 4, __fadd_rn(__fadd_rn(term(2), term(1)), term(0)));
+      }
+    }
+  }
+  if (thread < kRows) {
+    store_f32(memory + kSendAt + thread / kOwnRows * kPartBytes + (thread % kOwnRows * kPitch + kColumns) * 4, load_f32(memory + kSquaresAt + thread * 4));
+  }
+  fence_async_units();
+  mixers_meet();
+  if (thread < kBlocks) {
+    const u32 to = memory + kReceivedAt + number % 2 * kBlocks * kSentBytes + block * kPartBytes;
+    const u32 squares = memory + kReceivedAt + (number % 2 * kBlocks * kSentBytes + kBlocks * kPartBytes) + block * kSquareBytes;
+    const u32 barrier = memory + kReceived + number % 2 * 8;
+    send_to_block(to, thread, memory + kSendAt + thread * kPartBytes, kPartBytes, barrier);
+    send_to_block(squares, thread, memory + kSquaresAt + kSquareBytes, kSquareBytes, barrier);
+    wait_for_reads_of_copies();  // writers and mixers may come back to those places
+  }
+  __syncwarp();
+}
+
+// Sums over all blocks: what norms of the tile need, and mixes of this block's rows.
+__device__ __forceinline__ void receive(const Params& p, u32 memory, int number) {
+  const int thread = threadIdx.x % 128;
+  const u32 parts = memory + kReceivedAt + number % 2 * kBlocks * kSentBytes;
+  barrier_wait(memory + kReceived + number % 2 * 8, number / 2 & 1);
+  const auto sum = [&](u32 at, u32 pitch) {
+    float total = load_f32(at);
+#pragma unroll
+    for (int i = 1; i < kBlocks; i++) total = __fadd_rn(total, load_f32(at + i * pitch));
+    return total;
+  };
+  if (thread < kRows) {
+    const float squares = sum(parts + kBlocks * kPartBytes + thread * 4, kSquareBytes);
+    store_f32(memory + kInverseAt + number % 2 * kSquareBytes + thread * 4, inverse_root(squares, HIDDEN, p.norm_eps));
+    __syncwarp();
+    if (thread % 32 == 0) barrier_arrive(memory + kInverse);
+  }
+  for (int i = thread; i < kOwnRows * kPitch; i += 128) store_f32(memory + kMixAt + i * 4, sum(parts + i * 4, kPartBytes));
+  mixers_meet();
+}
+
+// Weights of this block's rows of a tile, 16 lanes a row; lane 4 i + j has element (i, j) of the matrix.
+__device__ __forceinline__ void weigh(const Params& p, u32 memory, int tile) {
+  const int thread = threadIdx.x % 128, lane = thread % 16;
+  const u32 mix = memory + kMixAt + thread / 16 * kPitch * 4;
+  const u64 row = tile * kRows + blockIdx.x % kBlocks * kOwnRows + thread / 16;
+  const float inverse = inverse_root(load_f32(mix + kColumns * 4), kStreams * HIDDEN, p.norm_eps);
+  const float own = __fmul_rn(load_f32(mix + (2 * kStreams + lane) * 4), inverse);
+  const float third = fmaf(own, p.scale[2], p.base[2 * kStreams + lane]);
+  const auto over = [&](float v, int step, auto f) {
+    v = f(v, __shfl_xor_sync(0xFFFFFFFFu, v, step));
+    return f(v, __shfl_xor_sync(0xFFFFFFFFu, v, 2 * step));
+  };
+  const auto sum = [&](float v, int step) { return over(v, step, [](float a, float b) { return __fadd_rn(a, b); }); };
+  const float weight = expf(__fsub_rn(third, over(third, 1, [](float a, float b) { return fmaxf(a, b); })));
+  float m = __fadd_rn(__fdiv_rn(weight, sum(weight, 1)), p.hc_eps);
+  m = __fdiv_rn(m, __fadd_rn(sum(m, 4), p.hc_eps));
+  for (int i = 1; i < p.iters; i++) {
+    m = __fdiv_rn(m, __fadd_rn(sum(m, 1), p.hc_eps));
+    m = __fdiv_rn(m, __fadd_rn(sum(m, 4), p.hc_eps));
+  }
+  if (row >= static_cast<u64>(p.rows)) return;
+  p.next_comb[row * kStreams * kStreams + lane] = m;
+  if (lane < 2 * kStreams) {
+    const int part = lane / kStreams, stream = lane % kStreams;
+    const float value = sigmoid(fmaf(__fmul_rn(load_f32(mix + lane * 4), inverse), p.scale[part], p.base[lane]));
+    (part == 0 ? p.next_pre : p.next_post)[row * kStreams + stream] = part == 0 ? __fadd_rn(value, p.hc_eps) : __fmul_rn(2.f, value);
+  }
+}
+
+// The part of the matrix for a step and stream into its place in the ring, when all mixers have left that.
+__device__ __forceinline__ void fetch(const Params& p, u32 memory, int n) {
+  const int slot = n % RING, part = blockIdx.x % kBlocks * (kSteps * kStreams) + n % (kSteps * kStreams);
+  if (n >= RING) barrier_wait(memory + kEmpty + slot * 8, (n / RING - 1) & 1);
+  barrier_expect(memory + kFull + slot * 8, kMatrixBytes);
+  copy_bytes(memory + kRingAt + slot * kMatrixBytes, p.terms + static_cast<u64>(part) * kMatrixBytes, kMatrixBytes, memory + kFull + slot * 8);
+}
+
+__device__ __forceinline__ void mix_streams(const Params& p, u32 memory) {
+  const int thread = threadIdx.x % 128, lane = threadIdx.x % 32, cluster = blockIdx.x / kBlocks;
+  const int tiles = (p.rows + kRows - 1) / kRows, all = (tiles - cluster + p.clusters - 1) / p.clusters * (kSteps * kStreams);
+  int number = 0, stage = 0, n = 0;
+  u32 written_phase = 0;
+  if (thread == 0) {
+    for (int i = 0; i + 1 < RING; i++) fetch(p, memory, i);
+  }
+  for (int tile = cluster; tile < tiles; tile += p.clusters, number++) {
+    if (thread == 0) barrier_expect(memory + kReceived + number % 2 * 8, kBlocks * kSentBytes);
+    float d[kWidth / 2];
+#pragma unroll
+    for (int i = 0; i < kWidth / 2; i++) d[i] = 0.f;
+#pragma unroll 1
+    for (int step = 0; step < kSteps; step++) {
+      barrier_wait(memory + kWritten + stage * 8, written_phase);
+#pragma unroll 1
+      for (int j = 0; j < kStreams; j++, n++) {
+        const int slot = n % RING;
+        barrier_wait(memory + kFull + slot * 8, n / RING & 1);
+        const u64 rows = rows_along_k(memory + kStagesAt + (stage * kStreams + j) * kTileBytes);
+        const u64 columns = rows_along_k(memory + kRingAt + slot * kMatrixBytes);
+        mma_fence();
+#pragma unroll
+        for (int k = 0; k < kStep / 16; k++) multiply(d, rows + 2 * k, columns + 2 * k, 1);
+        mma_commit();
+        if (thread == 0 && n + RING - 1 < all) fetch(p, memory, n + RING - 1);  // where the product before was
+        mma_wait_all();
+        keep(d);
+        if (lane == 0) barrier_arrive(memory + kEmpty + slot * 8);
+      }
+      if (step + 1 == kSteps) send(memory, d, number);  // what writers put beside the last stage is read there
+      if (lane == 0) barrier_arrive(memory + kMixed + stage * 8);
+      if (++stage == STAGES) {
+        stage = 0;
+        written_phase ^= 1;
+      }
+      if (number > 0 && step == 0) receive(p, memory, number - 1);
+      if (number > 0 && step == 1) weigh(p, memory, tile - p.clusters);
+    }
+  }
+  receive(p, memory, number - 1);
+  weigh(p, memory, cluster + (number - 1) * p.clusters);
+}
+
+// --- the block ----------------------------------------------------------------------------------------------------------
+
+extern "C" __global__ void __cluster_dims__(8, 1, 1) __launch_bounds__(kThreads, 1) mhc_step(const __grid_constant__ Params p) {
+  extern __shared__ u8 raw[];
+  const u32 memory = (shared_address(raw) + 1023) & ~1023u;
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < STAGES; i++) {
+      barrier_init(memory + kWritten + i * 8, kWriters);
+      barrier_init(memory + kMixed + i * 8, kMixers);
+    }
+    for (int i = 0; i < RING; i++) {
+      barrier_init(memory + kFull + i * 8, 1);
+      barrier_init(memory + kEmpty + i * 8, kMixers);
+    }
+    for (int i = 0; i < 2; i++) barrier_init(memory + kReceived + i * 8, 1);
+    barrier_init(memory + kInverse, 2);
+    barrier_init_done();
+  }
+  for (int i = threadIdx.x; i < kSlice; i += kThreads) store_f32(memory + kWeightAt + i * 4, p.weight[blockIdx.x % kBlocks * kSlice + i]);
+  cluster_meets();
+  if (threadIdx.x < 32 * kWriters) {
+    write_streams(p, memory);
+  } else {
+    mix_streams(p, memory);
+  }
+  cluster_meets();  // nobody copies to this block any more
+}
