@@ -17,6 +17,7 @@ from deepinfer.ops.errors import BackendUnavailableError
 from deepinfer.ops.spec import API_VERSION, OpSpec
 
 if TYPE_CHECKING:
+    from deepinfer.ops.expert_ranks import ExpertRanks
     from deepinfer.ops.runtime import Runtime
 
 Dims = Mapping[str, Any]
@@ -106,12 +107,15 @@ class BindContext:
         runtime: streams, memory and graphs of that device.
         batch_invariant: rows must have the same bits in any batch (the default everywhere).
         max_tokens: upper bound on rows of one step.
+        expert_ranks: the ranks that divide the experts, if there are any; dispatch and combine are exchanges then, made
+            of the implementations for one rank.
     """
 
     device: torch.device
     runtime: Runtime
     batch_invariant: bool = True
     max_tokens: int = 0
+    expert_ranks: ExpertRanks | None = None
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Mixture of experts: router, dispatch, grouped products, activation, combine.
 
 Rows travel expanded: one row per (token, chosen expert), grouped by expert. On one rank dispatch is a permutation; with
-several it is an exchange, and nothing else changes.
+several it is an exchange (`deepinfer.ops.expert_ranks`), and nothing else changes.
 
 Source: MoE of DeepSeek-V4.1-Flash (model specification, section 7).
 """
@@ -26,14 +26,32 @@ from deepinfer.ops.touches import at_rows
 
 
 @dataclass(frozen=True)
+class Exchange:
+    """What several ranks did with rows between the dispatch of one and the experts of another.
+
+    Attributes:
+        order: [R, 1] int32, in the order in which rows came: the row that each became; -1 for one of no expert here.
+        sent: rows to each rank.
+        received: rows from each rank.
+    """
+
+    order: Tensor
+    sent: tuple[int, ...]
+    received: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class DispatchHandle:
     """Where the expanded rows came from; `ep_combine` takes it back.
 
     Attributes:
-        slot_to_row: [T, k] int32, expanded row of each token's choice, -1 for none.
+        slot_to_row: [T, k] int32, expanded row of each token's choice, -1 for none; with an exchange, the row among
+            those that come back.
+        exchange: how rows went to other ranks; None on one.
     """
 
     slot_to_row: Tensor
+    exchange: Exchange | None = None
 
 
 def _choices(new: New, a: Any) -> tuple[Tensor, Tensor]:

@@ -241,8 +241,14 @@ class OpTable:
 
         Raises:
             MissingOpsError: `strict`, and only the reference could run it.
-            OpArgumentError: an override names an implementation that does not exist or refuses these dimensions.
+            OpArgumentError: an override names an implementation that does not exist or refuses these dimensions, or
+                ranks cannot divide the experts.
         """
+        bound = self._over_ranks(op, dims)
+        return self.bind_here(op, **dims) if bound is None else bound
+
+    def bind_here(self, op: OpSpec[P, R], **dims: Any) -> BoundOp[P, R]:
+        """As `bind`, for this rank alone: no exchange, whoever holds the experts."""
         key = (op.name, tuple(sorted(dims.items())))
         if key not in self._bound:
             self._bound[key] = self._resolve(op, dims)
@@ -276,6 +282,23 @@ class OpTable:
     def not_capturable(self) -> tuple[str, ...]:
         """Ops that a graph cannot hold, so that a step with one of them is never captured."""
         return tuple(sorted({b.op.name for b in self._bound.values() if not b.capturable}))
+
+    def _over_ranks(self, op: OpSpec[P, R], dims: Dims) -> BoundOp[P, R] | None:
+        """The exchange that stands in the place of an op, where experts are divided among ranks."""
+        ranks = self.context.expert_ranks
+        if ranks is None:
+            return None
+        from deepinfer.ops.expert_ranks import PLANS  # it is made of ops, which are defined once this module exists
+
+        make = PLANS.get(op.name)
+        if make is None:
+            return None
+        key = (op.name, (*sorted(dims.items()), ("over_ranks", True)))
+        if key not in self._bound:
+            plan = make(self, ranks, dims)
+            name = f"{plan.here.implementation} over {ranks.group.world_size} ranks"
+            self._bound[key] = BoundOp(op, name, plan.here.native, plan, dict(dims))
+        return cast("BoundOp[P, R]", self._bound[key])
 
     def _resolve(self, op: OpSpec[P, R], dims: Dims) -> BoundOp[P, R]:
         candidates = [i for i in self.backend.implementations if i.op.name == op.name]

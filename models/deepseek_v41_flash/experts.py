@@ -47,7 +47,7 @@ class Experts:
             swiglu_quant, width=weights.shared_w13.shape[-2] // 2, fmt=self._shared_fmt or "plain"
         )
         kind = weights.w13.fmt if isinstance(weights.w13, QTensor) else "plain"
-        dims = {"experts": self.num_experts, "weight": kind, "choices": per_token}
+        dims = {"experts": weights.w13.shape[0], "weight": kind, "choices": per_token}  # those of this rank
         self._gemm13 = ops.bind(moe_grouped_gemm, n=weights.w13.shape[-2], k=weights.w13.shape[-1], **dims)
         self._gemm2 = ops.bind(moe_grouped_gemm, n=weights.w2.shape[-2], k=weights.w2.shape[-1], **dims)
         self._w13 = self._gemm13.prepare("weight", place_weight(ops, weights.w13))

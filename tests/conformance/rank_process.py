@@ -19,7 +19,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from deepinfer.conformance.rank_programs import PROGRAMS, Place, bounded, failure_of, named
+from deepinfer.conformance.rank_place import Place
+from deepinfer.conformance.rank_programs import PROGRAMS, bounded, failure_of, named
 from deepinfer.conformance.results import Check
 from deepinfer.conformance.subject import open_runtime
 from deepinfer.ops.backend import Backend

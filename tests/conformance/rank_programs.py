@@ -8,19 +8,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
+from deepinfer.conformance.rank_experts import EXPERT_PROGRAMS
+from deepinfer.conformance.rank_place import Place, Program, equal, numbers, tag
 from deepinfer.conformance.results import Check
-from deepinfer.ops.backend import Backend, BindContext
-from deepinfer.ops.collectives import Communicator
+from deepinfer.ops.backend import BindContext
 from deepinfer.ops.errors import CollectiveError, CollectiveTimeoutError, DeviceError, OpArgumentError
 from deepinfer.ops.registry import OpTable
-from deepinfer.ops.runtime import Runtime
 from deepinfer.ops.step import shift
 
 SAME: Final = "same on every rank: "
@@ -30,90 +29,59 @@ LATE_SECONDS: Final = 3.0
 SHORT_TIMEOUT: Final = 0.5
 
 
-@dataclass(frozen=True)
-class Place:
-    """A rank of a group, with its device.
-
-    Attributes:
-        backend: under test.
-        runtime: this rank's device.
-        group: all ranks of the case.
-    """
-
-    backend: Backend
-    runtime: Runtime
-    group: Communicator
-
-    @property
-    def ranks(self) -> range:
-        """Places in the group."""
-        return range(self.group.world_size)
-
-    def there(self, host: Tensor) -> Tensor:
-        """A device tensor of its own with these values."""
-        return self.runtime.to_device(host.clone())
-
-    def here(self, tensor: Tensor) -> Tensor:
-        """Its values on the host."""
-        return self.runtime.to_host(tensor)
-
-
-Program = Callable[[Place], Iterator[Check]]
-
-
 def _sums(at: Place) -> Iterator[Check]:
     for dtype in (*FLOATS, torch.int64, torch.int32):
-        parts = [_numbers(rank, (5, 7), dtype) for rank in at.ranks]
+        parts = [numbers(rank, (5, 7), dtype) for rank in at.ranks]
         mine = at.there(parts[at.group.rank])
         got = at.here(at.group.all_reduce(mine))
-        yield _near(f"sum {_name(dtype)}", got, parts)
-        yield _equal(f"input {_name(dtype)}", at.here(mine), parts[at.group.rank])
-    yield _equal("scalar", at.here(at.group.all_reduce(at.there(torch.tensor(2.0)))), torch.tensor(2.0 * len(at.ranks)))
+        yield _near(f"sum {tag(dtype)}", got, parts)
+        yield equal(f"input {tag(dtype)}", at.here(mine), parts[at.group.rank])
+    yield equal("scalar", at.here(at.group.all_reduce(at.there(torch.tensor(2.0)))), torch.tensor(2.0 * len(at.ranks)))
 
 
 def _maxima(at: Place) -> Iterator[Check]:
     for dtype in (*FLOATS, torch.int64, torch.int32, torch.uint8, torch.int8):
-        parts = [_numbers(rank, (9,), dtype) for rank in at.ranks]
+        parts = [numbers(rank, (9,), dtype) for rank in at.ranks]
         if dtype.is_floating_point:
             parts[1][2], parts[0][3], parts[-1][4] = torch.nan, torch.inf, -torch.inf
         want = parts[0]
         for part in parts[1:]:
             want = torch.maximum(want, part)
-        yield _equal(f"max {_name(dtype)}", at.here(at.group.all_reduce(at.there(parts[at.group.rank]), "max")), want)
+        yield equal(f"max {tag(dtype)}", at.here(at.group.all_reduce(at.there(parts[at.group.rank]), "max")), want)
 
 
 def _sums_repeat(at: Place) -> Iterator[Check]:
     """Each time another rank comes last, so a sum in the order of arrival shows."""
     for dtype in (torch.float32, torch.bfloat16):
-        parts = [_numbers(rank, (2000,), dtype) for rank in at.ranks]
+        parts = [numbers(rank, (2000,), dtype) for rank in at.ranks]
         bits = set()
         for turn in range(2 * len(at.ranks)):
             if at.group.rank == turn % len(at.ranks):
                 time.sleep(0.03)
             bits.add(_digest(at.here(at.group.all_reduce(at.there(parts[at.group.rank])))))
-        yield Check(f"D0 {_name(dtype)}", len(bits) == 1, f"{2 * len(at.ranks)} runs gave {len(bits)} results")
-        yield Check(f"{SAME}{_name(dtype)}", True, min(bits))
+        yield Check(f"D0 {tag(dtype)}", len(bits) == 1, f"{2 * len(at.ranks)} runs gave {len(bits)} results")
+        yield Check(f"{SAME}{tag(dtype)}", True, min(bits))
 
 
 def _gather(at: Place) -> Iterator[Check]:
     for dtype in MOVED:
-        parts = [_numbers(rank, (3, 4), dtype) for rank in at.ranks]
+        parts = [numbers(rank, (3, 4), dtype) for rank in at.ranks]
         got = at.group.all_gather(at.there(parts[at.group.rank]))
-        yield _equal(f"rows {_name(dtype)}", at.here(got), torch.cat(parts))
-    grids = [_numbers(rank, (4, 6), torch.float32) for rank in at.ranks]
+        yield equal(f"rows {tag(dtype)}", at.here(got), torch.cat(parts))
+    grids = [numbers(rank, (4, 6), torch.float32) for rank in at.ranks]
     strided = at.there(grids[at.group.rank])[:, 1::2]
-    yield _equal("strided", at.here(at.group.all_gather(strided)), torch.cat([grid[:, 1::2] for grid in grids]))
+    yield equal("strided", at.here(at.group.all_gather(strided)), torch.cat([grid[:, 1::2] for grid in grids]))
 
 
 def _scatter(at: Place) -> Iterator[Check]:
     size = len(at.ranks)
     for dtype in (torch.float32, torch.bfloat16, torch.int32):
-        parts = [_numbers(rank, (2 * size, 3), dtype) for rank in at.ranks]
+        parts = [numbers(rank, (2 * size, 3), dtype) for rank in at.ranks]
         shares = [part[2 * at.group.rank : 2 * at.group.rank + 2] for part in parts]
-        yield _near(f"sum {_name(dtype)}", at.here(at.group.reduce_scatter(at.there(parts[at.group.rank]))), shares)
-    parts = [_numbers(rank, (2 * size, 3), torch.float32) for rank in at.ranks]
+        yield _near(f"sum {tag(dtype)}", at.here(at.group.reduce_scatter(at.there(parts[at.group.rank]))), shares)
+    parts = [numbers(rank, (2 * size, 3), torch.float32) for rank in at.ranks]
     largest = torch.stack(parts).amax(0)[2 * at.group.rank : 2 * at.group.rank + 2]
-    yield _equal("max", at.here(at.group.reduce_scatter(at.there(parts[at.group.rank]), "max")), largest)
+    yield equal("max", at.here(at.group.reduce_scatter(at.there(parts[at.group.rank]), "max")), largest)
     if size > 1:
         yield _refused("rows that do not divide", lambda: at.group.reduce_scatter(at.there(torch.ones(size + 1, 2))))
 
@@ -130,12 +98,10 @@ def _exchange(at: Place) -> Iterator[Check]:
     }
     for name, splits in tables.items():
         for dtype in (torch.uint8, torch.bfloat16):
-            blocks = [[_numbers(100 * s + t, (splits[s][t], 5), dtype) for t in at.ranks] for s in at.ranks]
+            blocks = [[numbers(100 * s + t, (splits[s][t], 5), dtype) for t in at.ranks] for s in at.ranks]
             send, receive = splits[rank], [splits[source][rank] for source in at.ranks]
             got = at.group.all_to_all(at.there(torch.cat(blocks[rank])), send, receive)
-            yield _equal(
-                f"{name} {_name(dtype)}", at.here(got), torch.cat([blocks[source][rank] for source in at.ranks])
-            )
+            yield equal(f"{name} {tag(dtype)}", at.here(got), torch.cat([blocks[source][rank] for source in at.ranks]))
 
 
 def _splits_refused(at: Place) -> Iterator[Check]:
@@ -148,15 +114,15 @@ def _splits_refused(at: Place) -> Iterator[Check]:
     }
     for name, (send, receive) in wrong.items():
         yield _refused(name, lambda send=send, receive=receive: at.group.all_to_all(rows, send, receive))  # type: ignore[misc]
-    yield _equal("the group goes on", at.here(at.group.all_to_all(rows, even, even)), torch.ones(2 * size, 3))
+    yield equal("the group goes on", at.here(at.group.all_to_all(rows, even, even)), torch.ones(2 * size, 3))
 
 
 def _broadcasts(at: Place) -> Iterator[Check]:
     for root in at.ranks:
         for dtype in MOVED:
-            parts = [_numbers(rank, (2, 3), dtype) for rank in at.ranks]
+            parts = [numbers(rank, (2, 3), dtype) for rank in at.ranks]
             got = at.group.broadcast(at.there(parts[at.group.rank]), root)
-            yield _equal(f"from {root} {_name(dtype)}", at.here(got), parts[root])
+            yield equal(f"from {root} {tag(dtype)}", at.here(got), parts[root])
 
 
 def _nothing(at: Place) -> Iterator[Check]:
@@ -178,15 +144,15 @@ def _outputs(at: Place) -> Iterator[Check]:
     out = at.there(torch.full((2 * size, 3), torch.nan))
     returned = at.group.all_gather(at.there(parts[rank]), out=out)
     yield Check("out is the result", returned is out, "the tensor that came back is not `out`")
-    yield _equal("out is written", at.here(out), torch.cat(parts))
+    yield equal("out is written", at.here(out), torch.cat(parts))
     mine = at.there(parts[rank])
     at.group.all_reduce(mine, out=mine)
-    yield _equal("in place", at.here(mine), total)
+    yield equal("in place", at.here(mine), total)
     rows = 1 << 18  # more than a connection holds: the last rows leave after the first ones have come
     table = at.there(torch.arange(rows * size) + rows * size * rank)
     at.group.all_to_all(table, [rows] * size, [rows] * size, out=table)
     came = [torch.arange(rows) + rows * (size * source + rank) for source in at.ranks]
-    yield _equal("all_to_all in place", at.here(table), torch.cat(came))
+    yield equal("all_to_all in place", at.here(table), torch.cat(came))
     other = at.there(torch.ones(7, 3))
     yield _refused("out of another shape", lambda: at.group.all_reduce(mine, out=other))
 
@@ -199,7 +165,7 @@ def _with_device_work(at: Place) -> Iterator[Check]:
     x = at.group.all_reduce(x)
     for _ in range(6):
         x, want = at.group.all_reduce(add(x, 1)), size * (want + 1)
-    yield _equal("on one stream", at.here(x), torch.tensor([want], dtype=torch.int32))
+    yield equal("on one stream", at.here(x), torch.tensor([want], dtype=torch.int32))
     side, there, back = at.runtime.stream(), at.runtime.event(), at.runtime.event()
     for _ in range(4):
         x = add(x, 1)
@@ -211,7 +177,7 @@ def _with_device_work(at: Place) -> Iterator[Check]:
         back.wait()
         x = add(y, 2)[: x.shape[0]]
         want += 3
-    yield _equal("across streams", at.here(x), torch.tensor([want], dtype=torch.int32))
+    yield equal("across streams", at.here(x), torch.tensor([want], dtype=torch.int32))
     back.record()
     back.synchronize()  # what the side stream used is let go only now
 
@@ -224,10 +190,10 @@ def _subgroups(at: Place) -> Iterator[Check]:
         yield Check("rank", part.rank == members.index(rank), f"rank {part.rank} of {members} on rank {rank}")
         yield Check("group", part.group == tuple(at.group.group[m] for m in members), f"group is {part.group}")
         got = at.here(part.all_reduce(at.there(torch.tensor([float(rank)]))))
-        yield _equal("sum", got, torch.tensor([float(sum(members))]))
+        yield equal("sum", got, torch.tensor([float(sum(members))]))
         part.close()
     whole = at.here(at.group.all_reduce(at.there(torch.tensor([1]))))
-    yield _equal("the whole group goes on", whole, torch.tensor([size]))
+    yield equal("the whole group goes on", whole, torch.tensor([size]))
 
 
 def _late(at: Place) -> Iterator[Check]:
@@ -286,6 +252,7 @@ PROGRAMS: Final[Mapping[str, Program]] = {
     "collectives stand in the order of streams": _with_device_work,
     "a subgroup is a group of its own": _subgroups,
     "splits that do not fit end in an error": _disagree,
+    **EXPERT_PROGRAMS,
     "a late rank is named": _late,
     "a rank that leaves is named": _left,
 }
@@ -337,43 +304,24 @@ def _refused(name: str, call: Callable[[], object]) -> Check:
     return Check(name, isinstance(error, OpArgumentError), f"got {error!r}, not an OpArgumentError at the call")
 
 
-def _numbers(seed: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Values whose sum shows the order of additions; small integers for integers."""
-    generator = torch.Generator().manual_seed(seed)
-    if not dtype.is_floating_point:
-        return torch.randint(0, 40, tuple(shape), generator=generator).to(dtype)
-    scale = torch.randint(-10, 6, tuple(shape), generator=generator).double().exp2()
-    return (torch.randn(tuple(shape), generator=generator, dtype=torch.float64) * scale).to(dtype)
-
-
 def _near(name: str, got: Tensor, parts: Sequence[Tensor]) -> Check:
     """Whether a sum is right up to roundings: one per addition, of the sum of magnitudes."""
     want = torch.stack([part.double() for part in parts]).sum(0)
     if not got.dtype.is_floating_point:
-        return _equal(name, got.double(), want)
+        return equal(name, got.double(), want)
     allowed = len(parts) * torch.finfo(got.dtype).eps * torch.stack([part.double().abs() for part in parts]).sum(0)
     if got.shape != want.shape or got.dtype != parts[0].dtype:
         return Check(
-            name, False, f"{_name(got.dtype)} {list(got.shape)}, not {_name(parts[0].dtype)} {list(want.shape)}"
+            name,
+            False,
+            f"{tag(got.dtype)} {list(got.shape)}, not {tag(parts[0].dtype)} {list(want.shape)}",
         )
     off = (got.double() - want).abs() - allowed
     return Check(name, bool((off <= 0).all()), f"off by {off.max().item():.3g} more than roundings allow")
 
 
-def _equal(name: str, got: Tensor, want: Tensor) -> Check:
-    if got.shape != want.shape or got.dtype != want.dtype:
-        return Check(name, False, f"{_name(got.dtype)} {list(got.shape)}, not {_name(want.dtype)} {list(want.shape)}")
-    same = (got == want) | (got.isnan() & want.isnan()) if got.dtype.is_floating_point else got == want
-    wrong = int((~same).sum())
-    return Check(name, not wrong, f"{wrong} of {want.numel()} elements differ")
-
-
 def _digest(tensor: Tensor) -> str:
     return sha256(tensor.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def settle_same(checks: Sequence[Sequence[Check]]) -> list[Check]:

@@ -9,8 +9,9 @@ import torch
 
 from deepinfer.conformance.claims import must_pass
 from deepinfer.conformance.rank_levels import judge, run_ranks
+from deepinfer.conformance.rank_place import Place
 from deepinfer.conformance.rank_process import ENDINGS, KILLED, RankRun
-from deepinfer.conformance.rank_programs import PROGRAMS, Place, settle_same
+from deepinfer.conformance.rank_programs import PROGRAMS, settle_same
 from deepinfer.conformance.results import CaseResult, Check
 from deepinfer.conformance.suite import Session, missing_claims, open_session
 from deepinfer.ops.backend import Availability, Backend
