@@ -34,8 +34,7 @@ from deepinfer.conformance.performance import measure_roof
 from deepinfer.conformance.subject import context
 from deepinfer.ops.backend import Backend
 from deepinfer.ops.contract import static_dims
-from deepinfer.ops.formats import PagedCache
-from deepinfer.ops.registry import OpTable, find_backend
+from deepinfer.ops.registry import BoundOp, OpTable, find_backend
 from deepinfer.ops.runtime import Runtime
 from deepinfer.ops.trees import tensors_of
 
@@ -70,12 +69,12 @@ def time_calls(runtime: Runtime, calls: Calls, run: Callable[..., Any]) -> float
     return statistics.median(times)
 
 
-def repeats(run: Callable[..., Any], args: dict[str, Any]) -> bool:
-    """Whether runs on the same operands give the same bits; ops without results are judged by the caches they write."""
+def repeats(bound: BoundOp[..., Any], args: dict[str, Any]) -> bool:
+    """Whether runs on the same operands give the same bits, in results and in what they write in place."""
+    written = [args[name] for name in bound.op.mutates]
 
     def outcome() -> list[Tensor]:
-        made = tensors_of(run(**args))
-        return made or [cache.data.clone() for cache in args.values() if isinstance(cache, PagedCache)]
+        return [*tensors_of(bound(**args)), *(tensor.clone() for tensor in tensors_of(written))]
 
     first = outcome()
     return all(

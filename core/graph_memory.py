@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import weakref
 from bisect import bisect_left
+from collections import deque
 from typing import Final, NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -67,6 +68,9 @@ class GraphMemory:
         self._chunks: list[Tensor] = []
         self._free: list[tuple[Place, int]] = []
         """Places below `place` that nobody uses, and their bytes, in order; no two of them touch."""
+        self._returned: deque[tuple[int, Place, int]] = deque()
+        """Piece, place and bytes of what nobody holds any more. Whoever lets go last only adds to it: that may be the
+        collector of cycles, in any thread and in the middle of a call here."""
         self._piece = 0
         self.place = Place()
         self.has_overflowed = False
@@ -88,6 +92,8 @@ class GraphMemory:
         for extent in shape:
             size *= extent
         taken = -(-max(size, 1) // _ALIGN) * _ALIGN
+        while self._returned:
+            self._take_back(*self._returned.popleft())
         found = self._used_before(taken) or self._fresh(taken)
         if found is None:
             self.has_overflowed = True
@@ -96,7 +102,7 @@ class GraphMemory:
         if self._splitting is not None:
             with torch.inference_mode(False):  # written in any mode later
                 memory = self._splitting.alone(memory)
-            weakref.finalize(memory.untyped_storage(), self._take_back, self._piece, found, taken)
+            weakref.finalize(memory.untyped_storage(), self._returned.append, (self._piece, found, taken))
         return memory[:size].view(dtype).view(shape)
 
     def _used_before(self, taken: int) -> Place | None:
@@ -121,7 +127,7 @@ class GraphMemory:
         return Place(number, offset)
 
     def _take_back(self, piece: int, place: Place, size: int) -> None:
-        """Nobody holds what was there."""
+        """Add a place that nobody holds any more to the free ones, if it is of this piece."""
         if piece != self._piece:
             return
         at = bisect_left(self._free, (place, 0))

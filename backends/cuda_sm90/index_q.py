@@ -12,7 +12,7 @@ from torch import Tensor
 
 from deepinfer.backends.cuda_sm90 import BACKEND
 from deepinfer.backends.nvidia import rope as triton_form
-from deepinfer.backends.nvidia.nvrtc import CudaFunction, CudaProgram
+from deepinfer.backends.nvidia.nvrtc import CudaFunction, CudaProgram, architecture_of
 from deepinfer.backends.nvidia.registry import KernelPlan
 from deepinfer.backends.nvidia.tensors import new_codes, packed
 from deepinfer.ops import index as index_ops
@@ -53,7 +53,7 @@ def num_blocks(rows: int, heads: int) -> int:
 @lru_cache(maxsize=16)
 def _function(device: int, width: int) -> CudaFunction:
     with torch.cuda.device(device):
-        return CudaFunction(program(width), "sm_90a")
+        return CudaFunction(program(width), architecture_of(device))
 
 
 def _fits(q: Tensor, cos_sin: Tensor, codes: QTensor) -> bool:

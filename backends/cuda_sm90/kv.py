@@ -13,7 +13,7 @@ from torch import Tensor
 from deepinfer.backends.cuda_sm90 import BACKEND
 from deepinfer.backends.cuda_sm90.device import num_processors
 from deepinfer.backends.nvidia import kv as triton_form
-from deepinfer.backends.nvidia.nvrtc import CudaFunction, CudaProgram
+from deepinfer.backends.nvidia.nvrtc import CudaFunction, CudaProgram, architecture_of
 from deepinfer.backends.nvidia.records import KIND
 from deepinfer.backends.nvidia.registry import KernelPlan
 from deepinfer.backends.nvidia.tensors import new_like, packed
@@ -73,7 +73,7 @@ def mask_of(ratio: int) -> int:
 @lru_cache(maxsize=64)
 def _function(device: int, dim: int, kind: str, width: int, records: int) -> CudaFunction:
     with torch.cuda.device(device):
-        return CudaFunction(program(dim, kind, width, records), "sm_90a")
+        return CudaFunction(program(dim, kind, width, records), architecture_of(device))
 
 
 def _fits(x: Tensor, weight: Tensor, cos_sin: Tensor, cache: PagedCache, normed: Tensor | None) -> bool:

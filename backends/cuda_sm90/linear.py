@@ -30,6 +30,7 @@ from deepinfer.ops.formats import QTensor
 _SOURCES: Final = (
     "cuda/hopper.cuh",
     "cuda/products.cu",
+    "device.py",
     "packing.py",
     "products.py",
     "wgmma.py",

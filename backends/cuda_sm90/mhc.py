@@ -13,11 +13,13 @@ from torch import Tensor
 from deepinfer.backends.cuda_sm90 import BACKEND
 from deepinfer.backends.cuda_sm90.wgmma import wgmma
 from deepinfer.backends.nvidia import mhc as triton_form
+from deepinfer.backends.nvidia.mixing import mix_scratch_bytes
 from deepinfer.backends.nvidia.nvrtc import CudaFunction, CudaProgram
 from deepinfer.backends.nvidia.registry import KernelPlan
 from deepinfer.backends.nvidia.tensors import new_like, packed
 from deepinfer.ops import mhc as mhc_ops
 from deepinfer.ops.backend import BindContext, Dims, Plan
+from deepinfer.ops.errors import DeviceError
 
 _FOLDER: Final = Path(__file__).parent / "cuda"
 _STREAMS: Final = 4
@@ -90,7 +92,13 @@ def _functions(device: int, hidden: int) -> tuple[CudaFunction, CudaFunction, in
     """What splits the matrix, the step, and how many clusters of it the device has room for."""
     with torch.cuda.device(device):
         step = CudaFunction(step_program(hidden), "sm_90a", shared_bytes(hidden))
-        return CudaFunction(terms_program(hidden), "sm_90a"), step, step.clusters_at_once(BLOCKS, THREADS)
+        most = step.clusters_at_once(BLOCKS, THREADS)
+        if most == 0:
+            raise DeviceError(
+                f"mhc_step needs room for a cluster of {BLOCKS} blocks, which this part of a GPU does not have; "
+                "override it with the Triton form, cuda_sm90.mhc_step"
+            )
+        return CudaFunction(terms_program(hidden), "sm_90a"), step, most
 
 
 def _fits(streams: tuple[Tensor, ...], singles: tuple[Tensor, ...]) -> bool:
@@ -162,6 +170,7 @@ def _suits(dims: Dims) -> bool:
         "wgmma.py",
         "../nvidia/nvrtc.py",
         "../nvidia/mhc.py",
+        "../nvidia/mixing.py",
         "../nvidia/norm.py",
         "../nvidia/launch.py",
     ),
@@ -169,5 +178,5 @@ def _suits(dims: Dims) -> bool:
 )
 def mhc_step_clusters(dims: Dims, ctx: BindContext) -> Plan:
     """Clusters of blocks take tile after tile; all that is made of a stream is made before it leaves the processor."""
-    spare = triton_form.step_scratch_bytes(dims, ctx)
+    spare = mix_scratch_bytes(dims, ctx)
     return KernelPlan(mhc_step, scratch_bytes=max(terms_bytes(int(dims["hidden"])), spare))

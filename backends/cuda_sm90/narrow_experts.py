@@ -103,6 +103,7 @@ def _suits(dims: Dims) -> bool:
     sources=(
         "cuda/hopper.cuh",
         "cuda/products.cu",
+        "device.py",
         "packing.py",
         "packing_narrow.py",
         "products.py",

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from deepinfer.backends.cuda_sm90 import BACKEND
+from deepinfer.backends.cuda_sm90.device import num_processors
 from deepinfer.backends.cuda_sm90.products import split_of, tile_tokens
 from deepinfer.backends.cuda_sm90.wgmma import wgmma
 from deepinfer.backends.nvidia import linear as triton_form
@@ -110,11 +111,6 @@ def _function(device: int, form: PlainForm) -> CudaFunction:
         return CudaFunction(form.program(), "sm_90a", form.shared_bytes)
 
 
-@lru_cache(maxsize=64)
-def _num_processors(device: int) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
 def linear_bf16(
     x: Tensor, weight: Tensor, out_dtype: torch.dtype, out_scale: float = 1.0, *, out: Tensor | None = None
 ) -> Tensor:
@@ -127,7 +123,7 @@ def linear_bf16(
         return y
     x = x if _mapped(x) else x.clone(memory_format=torch.contiguous_format)
     split, tokens = split_of(num_out, depth // _DEPTH), tile_tokens(num_rows)
-    processors, token_tiles = _num_processors(x.device.index), -(-num_rows // tokens)
+    processors, token_tiles = num_processors(x.device.index), -(-num_rows // tokens)
     cluster = split > 1 and num_rows <= _TOKENS_OF_CLUSTER
     groups = 1 if cluster or token_tiles * (num_out // 64) <= processors else 2
     form = PlainForm(tokens, groups, out_dtype == torch.float32, split, cluster)
@@ -158,6 +154,7 @@ def _suits(dims: Dims) -> bool:
     sources=(
         "cuda/hopper.cuh",
         "cuda/plain_products.cu",
+        "device.py",
         "products.py",
         "wgmma.py",
         "../nvidia/nvrtc.py",

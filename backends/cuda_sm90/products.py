@@ -12,6 +12,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from deepinfer.backends.cuda_sm90.device import num_processors
 from deepinfer.backends.cuda_sm90.packing import BLOCK
 from deepinfer.backends.cuda_sm90.packing_narrow import NARROW
 from deepinfer.backends.cuda_sm90.wgmma import WIDTH, wgmma
@@ -151,11 +152,6 @@ def _function(device: int, form: Form) -> CudaFunction:
         return CudaFunction(form.program(), "sm_90a", form.shared_bytes)
 
 
-@lru_cache(maxsize=64)
-def _num_processors(device: int) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
 def sweep_of(out_tiles: int) -> int:
     """The largest divisor up to the limit."""
     return next(s for s in range(min(out_tiles, _SWEEP), 0, -1) if out_tiles % s == 0)
@@ -196,7 +192,7 @@ def multiply(
     split = split_of(groups * num_out, depth // BLOCK) if may_split else 1
     tokens = tile_tokens(num_rows, max(experts, 1))
     device = x.device.index
-    processors = _num_processors(device)
+    processors = num_processors(device)
     row_tiles = -(-num_rows // tokens)
     # few tiles: halves of them occupy twice the multiprocessors
     halves = split > 1 or (experts == 0 and row_tiles * groups * (num_out // BLOCK) < processors)

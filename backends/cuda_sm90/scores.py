@@ -37,6 +37,7 @@ _START: Final = 192
 _SOURCES: Final = (
     "cuda/hopper.cuh",
     "cuda/index_scores.cu",
+    "device.py",
     "wgmma.py",
     "../nvidia/nvrtc.py",
     "../nvidia/scores.py",

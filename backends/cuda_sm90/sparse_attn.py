@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -25,6 +25,7 @@ from deepinfer.backends.cuda_sm90.attention_forms import (
     scratch_bytes,
     works_on_parts,
 )
+from deepinfer.backends.cuda_sm90.device import num_processors
 from deepinfer.backends.nvidia.attention import sparse_attn as triton_sparse_attn
 from deepinfer.backends.nvidia.nvrtc import tensor_map
 from deepinfer.backends.nvidia.registry import KernelPlan
@@ -53,11 +54,6 @@ class _Params(ctypes.Structure):
         *((name, ctypes.c_uint32) for name in ("window_words", "capacity")),
         ("scale", ctypes.c_float),
     ]
-
-
-@lru_cache(maxsize=64)
-def _num_processors(device: int) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _fits(q: Tensor, caches: tuple[PagedCache | None, ...], columns: int) -> bool:
@@ -148,7 +144,7 @@ def _launch(form: Form, maps: tuple[Any, ...], params: _Params, pages: Pages, de
     if form in (Form.FEW, Form.PARTS):
         blocks = params.rows * (BLOCKS_OF_ROW if form is Form.FEW else parts)
     else:
-        blocks = min(_num_processors(device), params.rows)
+        blocks = min(num_processors(device), params.rows)
     attention_function(device, pages, form, parts).launch((blocks,), BLOCK_THREADS, (*maps, params))
 
 
@@ -165,7 +161,7 @@ def _gather(params: _Params, pages: Pages, room: Room, scratch: Tensor) -> None:
         ctypes.c_void_p(at) for at in (base, params.gathered_bits, params.gathered_places, params.gathered)
     )
     words, shared_words = ctypes.c_int(room.words), ctypes.c_int(MARKING_BYTES // 4)
-    processors = _num_processors(device)
+    processors = num_processors(device)
     helper_function(device, pages, "mark_slots").launch(
         (min(processors, params.rows),), _MARKING_THREADS, (params, bits, counts, words, shared_words)
     )
@@ -194,6 +190,7 @@ def _suits(dims: Dims) -> bool:
 
 _SOURCES: Final = (
     "attention_forms.py",
+    "device.py",
     "cuda/hopper.cuh",
     "cuda/attention.cuh",
     "cuda/merge_parts.cuh",

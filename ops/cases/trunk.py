@@ -59,7 +59,7 @@ def _stream_cases(
 
 
 def mhc_prenorm_mix_cases() -> Iterable[Case]:
-    """Awkward rows, two streams, zero rows of streams, and so many rows that a device works on them in several waves."""
+    """Awkward rows, two streams, zero rows of streams, and so many rows that a device needs several waves for them."""
 
     def make(gen: Generator, rows: int) -> dict[str, Any]:
         args = _streams(gen, rows, torch.bfloat16, h=5120)

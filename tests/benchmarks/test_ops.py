@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from deepinfer.ops.backend import BindContext
 from deepinfer.ops.contract import static_dims
 from deepinfer.ops.host import HostRuntime
+from deepinfer.ops.kv import kv_norm_rope_store
 from deepinfer.ops.norm import rms_norm
 from deepinfer.ops.registry import OpTable, find_backend
 
@@ -136,6 +137,21 @@ def test_an_op_whose_runs_differ_is_named_and_not_timed(small, monkeypatch, caps
     with pytest.raises(SystemExit, match=r"runs of the same operands differ: cpu.racy_norm 4 x 64"):
         ops.main()
     assert "cpu.racy_norm" in capsys.readouterr().out
+
+
+def test_what_an_op_writes_in_place_must_repeat_as_its_results_do():
+    count = iter(range(1000))
+
+    class Racy:
+        op = kv_norm_rope_store
+
+        def __call__(self, kv, cache):
+            cache[2] = next(count)
+            return kv + 1
+
+    assert not ops.repeats(Racy(), {"kv": torch.ones(3), "cache": torch.zeros(4)})
+    count = iter([5] * 1000)
+    assert ops.repeats(Racy(), {"kv": torch.ones(3), "cache": torch.zeros(4)})
 
 
 @pytest.mark.parametrize("family", [f for f in op_work.FAMILIES if f is not op_work.experts], ids=lambda f: f.__name__)

@@ -134,11 +134,7 @@ __device__ __forceinline__ void load_query(u32 to, const TensorMap* map, int row
   for (int i = 0; i < 8; i++) copy_box(to + i * kPart, map, i * 64, row * kHeads, barrier);
 }
 
-// Threads of all blocks of a cluster meet, and see what the others wrote before.
-__device__ __forceinline__ void blocks_meet() {
-  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
-// The same for blocks whose shared memory others may have read until then; nothing written is seen for it.
+// As `blocks_meet`, for blocks whose shared memory others may have read until then; nothing written is seen for it.
 __device__ __forceinline__ void blocks_leave() {
   asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
 }

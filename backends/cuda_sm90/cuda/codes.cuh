@@ -26,8 +26,6 @@ __device__ __forceinline__ float e4m3_value(u32 code) {
 __device__ __forceinline__ float power_value(u32 code) {  // of a ue8m0 code
   return __uint_as_float(code == 0u ? 0x00400000u : code == 255u ? 0x7FC00000u : code << 23);
 }
-__device__ __forceinline__ float low_value(u32 pair) { return __uint_as_float(pair << 16); }
-__device__ __forceinline__ float high_value(u32 pair) { return __uint_as_float(pair & 0xFFFF0000u); }
 
 // The scale code of a group from the bits of its largest magnitude, a bfloat16; NaN sorts above every number. The least power
 // of two that is not below amax / 448 or amax / 6 follows from the mantissa: 448 is 1.75 * 2^8, and 6 is 1.5 * 2^2.

@@ -90,8 +90,12 @@ __device__ __forceinline__ void store_matrices(u32 row, u32 a, u32 b, u32 c, u32
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(row), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
 }
 
-// --- shared memory of the other blocks of a cluster -----------------------------------------------------------------------
+// --- the other blocks of a cluster, and their shared memory ---------------------------------------------------------------
 
+// Threads of all blocks of a cluster meet, and see what the others wrote before.
+__device__ __forceinline__ void blocks_meet() {
+  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
 // Where another block has what this block has at `at`.
 __device__ __forceinline__ u32 address_in_block(u32 at, u32 block) {
   u32 far;
@@ -149,6 +153,8 @@ __device__ __forceinline__ void keep(float (&d)[N]) {
 
 // --- bfloat16 pairs ----------------------------------------------------------------------------------------------------
 
+__device__ __forceinline__ float low_value(u32 pair) { return __uint_as_float(pair << 16); }
+__device__ __forceinline__ float high_value(u32 pair) { return __uint_as_float(pair & 0xFFFF0000u); }
 __device__ __forceinline__ u32 multiply_pair(u32 a, u32 b) {  // keeps subnormals, which the decoders need
   u32 r;
   asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));

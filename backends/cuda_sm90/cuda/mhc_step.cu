@@ -3,9 +3,10 @@
 //
 // A cluster of 8 blocks takes tiles of 64 rows, each block an eighth of the channels. Of a block, 16 warps write streams, 64
 // channels at a time, a row to every 8 lanes; 4 warps multiply what was written by the matrix (`mhc_terms.cu`), make the sums
-// of the tile with the other blocks, and weights of the next step from them. What the second sublayer reads waits in shared memory for its mean square, which arrives while the next tile is being written: the lane that keeps
-// a value finishes it just before it needs its place again. Sums of a row are made in one order for any number of rows: over
-// the channels of a block, then over blocks.
+// of the tile with the other blocks, and weights of the next step from them. What the second sublayer reads waits in shared
+// memory for its mean square, which arrives while the next tile is being written: the lane that keeps a value finishes it
+// just before it needs its place again. Sums of a row are made in one order for any number of rows: over the channels of a
+// block, then over blocks.
 //
 // Macros: HIDDEN, a multiple of 512; STAGES of written streams, RING of the matrix.
 
@@ -61,8 +62,6 @@ __device__ __forceinline__ void send_to_block(u32 to, u32 block, u32 from, u32 b
 __device__ __forceinline__ void load_once(u32 (&v)[4], const u16* from) {
   asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3]) : "l"(from));
 }
-__device__ __forceinline__ float low_value(u32 pair) { return __uint_as_float(pair << 16); }
-__device__ __forceinline__ float high_value(u32 pair) { return __uint_as_float(pair & 0xFFFF0000u); }
 __device__ __forceinline__ void store_global(u16* to, const u32 (&v)[4]) {
   asm volatile("st.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(to), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]) : "memory");
 }

@@ -12,9 +12,6 @@ struct Params {
   uint4* terms;         // [HIDDEN / 64, kStreams, kTerms * kColumns, 8]
 };
 
-__device__ __forceinline__ float low_value(u32 pair) { return __uint_as_float(pair << 16); }
-__device__ __forceinline__ float high_value(u32 pair) { return __uint_as_float(pair & 0xFFFF0000u); }
-
 extern "C" __global__ void __launch_bounds__(kThreads) mhc_terms(const __grid_constant__ Params p) {
   const int item = blockIdx.x * kThreads + threadIdx.x;  // chunk and column run fastest, so that accesses are neighbours
   if (item >= kItems) return;

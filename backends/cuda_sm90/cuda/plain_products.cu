@@ -19,10 +19,6 @@ struct Params {
   float factor;  // of the results
 };
 
-__device__ __forceinline__ void blocks_meet() {
-  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
-
 extern "C" __global__ void __cluster_dims__(kBlocksOfTile, 1, 1) __launch_bounds__(kConsumers + 32, RESIDENT)
     plain_products(const __grid_constant__ TensorMap weight_map, const __grid_constant__ TensorMap token_map,
                    const __grid_constant__ Params p) {

@@ -97,10 +97,6 @@ __device__ __forceinline__ void decode(u32 (&a)[16], const u32 (&words)[4 * kQua
   }
 }
 
-__device__ __forceinline__ void blocks_meet() {
-  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
-
 extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(kConsumers + 32, RESIDENT)
     products(const __grid_constant__ TensorMap token_map, const __grid_constant__ Params p) {
   extern __shared__ u8 raw[];

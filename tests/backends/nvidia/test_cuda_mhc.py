@@ -81,9 +81,9 @@ def test_the_matrix_is_the_sum_of_its_terms(tmp_path: Path) -> None:
     assert torch.equal(whole, fn.double())
 
 
-@pytest.mark.parametrize(("rows", "clusters"), [(1, 1), (130, 1)])
+@pytest.mark.parametrize(("rows", "clusters"), [(1, 1), (130, 1), (260, 2)])
 def test_the_step_on_the_cpu_is_the_contracts(rows: int, clusters: int, tmp_path: Path) -> None:
-    """One tile, and one more than a cluster's places for what it keeps, the last of them not full."""
+    """One tile; more than a cluster has places for what it keeps; two clusters, one of which has a tile more."""
     args = operands(rows)
     terms = split(args["fn"], tmp_path)
     got = step(args, terms, clusters, tmp_path)
