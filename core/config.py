@@ -67,6 +67,7 @@ class EngineSettings(TypedDict, total=False):
     replay_keep_tokens: int | None
     replay_form: Literal["compact", "mask"]
     grammar_timeout: float
+    grammar_queue_timeout: float
     grammar_workers: int
     grammar_cache_bytes: int
 
@@ -256,6 +257,9 @@ class EngineConfig:
     )
     grammar_timeout: float = _setting(
         20.0, _Rule(float, low=0, high=86400), "seconds that the grammar of a structured output may take to compile"
+    )
+    grammar_queue_timeout: float = _setting(
+        600.0, _Rule(float, low=0, high=86400), "seconds that a request may wait until its grammar begins to compile"
     )
     grammar_workers: int = _setting(1, _Rule(int, low=1, high=64), "grammars that compile at a time")
     grammar_cache_bytes: int = _setting(

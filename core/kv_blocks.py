@@ -9,8 +9,6 @@ import hashlib
 import math
 from typing import Literal, NamedTuple
 
-import numpy as np
-
 from deepinfer.core._native import KVPool, PoolExhaustedError
 from deepinfer.core.errors import ConfigError, OutOfBlocksError, RequestError
 from deepinfer.core.step_buffers import Int32Array
@@ -132,23 +130,6 @@ class KVBlockManager:
         """
         span = max(self.pool.window - 1, self._max_replay) + max(num_rows, 1)
         return (span + self.pool.window_page - 2) // self.pool.window_page + 1
-
-    def allocate(self, num_tokens: int) -> int:
-        """Open a sequence of `num_tokens` placeholder tokens (id 0) with memory for all of them, as warm-up does.
-
-        Returns:
-            The sequence's handle.
-
-        Raises:
-            OutOfBlocksError: too few blocks, pages or slots are free; nothing is taken.
-        """
-        seq = self.open(np.zeros(num_tokens, dtype=np.int32))
-        try:
-            self.reserve(seq, num_tokens)
-        except OutOfBlocksError:
-            self.free(seq)
-            raise
-        return seq
 
     def match(
         self, token_ids: Int32Array, salt: int = 0, *, max_stored: int | None = None, replay: int = 0

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from typing import NamedTuple
+
 from deepinfer.core.config import EngineConfig
 from deepinfer.core.engine_parts import EngineParts
 from deepinfer.core.errors import RequestError
@@ -17,6 +20,13 @@ from deepinfer.models.interface import ModelInfo
 
 _COMPILE_WAIT_SECONDS = 0.05
 """How long a step with nothing to run waits for a grammar: short, so that an abort is heeded soon."""
+
+
+class _Compile(NamedTuple):
+    """A grammar that a request waits for, and until when it waits for a worker to take it."""
+
+    job: GrammarJob
+    until: float
 
 
 class RequestIntake:
@@ -46,7 +56,7 @@ class RequestIntake:
         tool_grammar: ToolGrammar | None,
     ) -> None:
         self.requests: dict[str, list[Request]] = {}
-        self._compiling: dict[str, GrammarJob] = {}
+        self._compiling: dict[str, _Compile] = {}
         self._scheduler, self._blocks, self._max_len = parts.scheduler, parts.blocks, parts.max_len
         self._masks = parts.runner.shaping.grammar
         self._vocab_size = info.vocab_size
@@ -60,6 +70,7 @@ class RequestIntake:
                 info.eos_token_ids,
                 num_workers=config.grammar_workers,
                 timeout=config.grammar_timeout,
+                queue_timeout=config.grammar_queue_timeout,
                 cache_bytes=config.grammar_cache_bytes,
                 tool_grammar=tool_grammar,
             )
@@ -106,7 +117,8 @@ class RequestIntake:
             self._schedule(choices)
         else:
             assert self._grammars is not None and params.structured_output is not None, "there is a source"
-            self._compiling[request.request_id] = self._grammars.submit(params.structured_output, source)
+            job = self._grammars.submit(params.structured_output, source)
+            self._compiling[request.request_id] = _Compile(job, time.monotonic() + self._grammars.queue_timeout)
 
     def prepare_form(self, spec: StructuredOutput) -> None:
         """Do now, in any thread, what queueing a request of this form would spend time on; it is kept.
@@ -149,13 +161,16 @@ class RequestIntake:
             return []
         failed = []
         if waits:
-            self._grammars.compiler.wait(list(self._compiling.values()), _COMPILE_WAIT_SECONDS)
-        for request_id, job in [item for item in self._compiling.items() if item[1].is_done]:
+            self._grammars.compiler.wait([wait.job for wait in self._compiling.values()], _COMPILE_WAIT_SECONDS)
+        now = time.monotonic()
+        for request_id, (job, until) in list(self._compiling.items()):
+            if not job.is_done and not (job.is_queued and now >= until):
+                continue
             choices = self.requests[request_id]
             if job.grammar is None:
+                error = job.error or _no_worker(self._grammars.queue_timeout)
                 for choice in choices:
-                    assert job.error is not None, "a job that is done has one or the other"
-                    self._recorder.fail(choice, job.error)
+                    self._recorder.fail(choice, error)
                 failed.append(choices)
                 continue
             del self._compiling[request_id]
@@ -167,10 +182,10 @@ class RequestIntake:
 
     def cancel(self, request_id: str) -> bool:
         """Wait no more for a request's grammar; False where it does not wait for one, and so is in a queue."""
-        job = self._compiling.pop(request_id, None)
-        if job is not None and self._grammars is not None:
-            self._grammars.compiler.cancel(job)
-        return job is not None
+        wait = self._compiling.pop(request_id, None)
+        if wait is not None and self._grammars is not None:
+            self._grammars.compiler.cancel(wait.job)
+        return wait is not None
 
     def close(self) -> None:
         """Take no more requests."""
@@ -185,3 +200,11 @@ class RequestIntake:
             choices = choices[:1]
         for choice in choices:
             self._scheduler.add(choice)
+
+
+def _no_worker(seconds: float) -> RequestError:
+    return RequestError(
+        "grammar_queue_timeout",
+        f"no worker was free for this request's grammar within {seconds:g} s, since others were compiling; ask again "
+        "later, or raise grammar_workers or grammar_queue_timeout",
+    )

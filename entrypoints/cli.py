@@ -54,8 +54,19 @@ Strict = Annotated[bool | None, _option("strict", _ENGINE_PANEL, "--strict/--no-
 NumThreads = Annotated[int | None, _option("num_threads", _ENGINE_PANEL)]
 Seed = Annotated[int | None, _option("seed", _ENGINE_PANEL)]
 Ops = Annotated[str | None, _option("ops", _ENGINE_PANEL)]
-Speculation = Annotated[str | None, _option("speculation", _ENGINE_PANEL)]
-NumDrafts = Annotated[int | None, _option("num_drafts", _ENGINE_PANEL)]
+Speculation = Annotated[
+    str | None, _option("speculation", _ENGINE_PANEL, "--speculation", metavar="[off|coupled|rejection]")
+]
+NumDrafts = Annotated[int | None, _option("num_drafts", _ENGINE_PANEL, "--num-drafts", "--num-speculative-tokens")]
+SpeculativeConfig = Annotated[
+    str | None,
+    typer.Option(
+        "--speculative-config",
+        metavar="JSON",
+        help='As vLLM spells it: {"method": "mtp", "num_speculative_tokens": N} is coupled with N drafts.',
+        rich_help_panel=_ENGINE_PANEL,
+    ),
+]
 Replay = Annotated[str | None, _option("replay", _ENGINE_PANEL)]
 PrefixCaching = Annotated[bool | None, _option("prefix_caching", _ENGINE_PANEL, "--prefix-caching/--no-prefix-caching")]
 ConfigFile = Annotated[
@@ -67,7 +78,7 @@ Settings = Annotated[
     typer.Option(
         "--set",
         metavar="NAME=VALUE",
-        help="Any setting of docs/configuration.md, such as speculation=coupled; may be repeated.",
+        help="Any setting of docs/configuration.md, such as draft_schedule=fixed; may be repeated.",
         rich_help_panel=_ENGINE_PANEL,
     ),
 ]
@@ -101,6 +112,9 @@ def run(
     num_threads: NumThreads = None,
     seed: Seed = None,
     ops: Ops = None,
+    speculation: Speculation = None,
+    num_drafts: NumDrafts = None,
+    speculative_config: SpeculativeConfig = None,
     settings_by_name: Settings = None,
     config: ConfigFile = None,
 ) -> None:
@@ -128,10 +142,12 @@ def run(
         "num_threads": num_threads,
         "seed": seed,
         "ops": ops,
+        "speculation": speculation,
+        "num_drafts": num_drafts,
     }
     from deepinfer.entrypoints import commands
 
-    settings = {name: value for name, value in given.items() if value is not None}
+    settings = _drafts(speculative_config) | {name: value for name, value in given.items() if value is not None}
     work = commands.BatchCommand(
         source,
         output,
@@ -155,6 +171,7 @@ def evaluate(
     limit: Annotated[int | None, typer.Option(min=1, help="At most N items of each task.")] = None,
     speculation: Speculation = None,
     num_drafts: NumDrafts = None,
+    speculative_config: SpeculativeConfig = None,
     replay: Replay = None,
     prefix_caching: PrefixCaching = None,
     kv_format: Annotated[
@@ -201,7 +218,7 @@ def evaluate(
     from deepinfer.entrypoints import commands
     from deepinfer.entrypoints.evaluation import EvalCommand
 
-    settings = {name: value for name, value in given.items() if value is not None}
+    settings = _drafts(speculative_config) | {name: value for name, value in given.items() if value is not None}
     work = EvalCommand(
         model,
         suite,
@@ -276,6 +293,17 @@ def _bytes(text: str | None) -> int | None:
     try:
         return None if text is None else parse_bytes(text)
     except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+
+
+def _drafts(text: str | None) -> dict[str, Any]:
+    """The settings of `--speculative-config`; flags of ours go before them."""
+    from deepinfer.core.errors import ConfigError
+    from deepinfer.entrypoints.speculative_config import read_speculative_config
+
+    try:
+        return {} if text is None else read_speculative_config(text)
+    except ConfigError as error:
         raise typer.BadParameter(str(error)) from error
 
 

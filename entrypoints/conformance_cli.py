@@ -156,6 +156,9 @@ def _backends(name: str, ops: bool, as_json: bool) -> int:
     if name and name not in found:
         raise BackendUnavailableError(f"no backend named {name!r}; installed: {', '.join(found) or 'none'}")
     rows = [_facts(backend, ops or backend.name == name) for backend in found.values()]
+    for row in rows:
+        if row["name"] == name and "ops" not in row:
+            row["kernels"] = _proofs(found[name])
     rows.sort(key=lambda row: (not row["available"], -row["priority"], row["name"]))
     if as_json:
         print(json.dumps(rows, indent=1))
@@ -184,6 +187,18 @@ def _facts(backend: Backend, with_ops: bool) -> dict[str, Any]:
         facts["device"] = device_facts(runtime)
         facts["ops"] = [_op_facts(backend, runtime, op) for op in defined_ops()]
     return facts
+
+
+def _proofs(backend: Backend) -> list[dict[str, Any]]:
+    """How far the kernels of a backend whose device is not here are proven; none where they cannot be imported."""
+    from deepinfer.ops.proof import proof_level
+
+    try:
+        backend.load()
+    except ImportError:
+        return []
+    kernels = sorted(backend.implementations, key=lambda i: (i.op.name, -i.priority, i.name))
+    return [{"op": i.op.name, "implementation": i.name, "proof": proof_level(i)} for i in kernels]
 
 
 def _op_facts(backend: Backend, runtime: Runtime, op: str) -> dict[str, Any]:
@@ -221,6 +236,23 @@ def _print_backends(rows: list[dict[str, Any]]) -> None:
     for row in rows:
         if "ops" in row:
             _print_ops(console, row)
+        if "kernels" in row:
+            _print_proofs(console, row)
+
+
+def _print_proofs(console: Any, row: dict[str, Any]) -> None:
+    from rich.table import Table
+
+    table = Table(title=f"kernels of {row['name']}, whose device is not here", title_justify="left")
+    for column in ("op", "kernel", "proven"):
+        table.add_column(column)
+    for kernel in row["kernels"]:
+        table.add_row(kernel["op"], kernel["implementation"], kernel["proof"])
+    console.print(table)
+    counts = {level: sum(kernel["proof"] == level for kernel in row["kernels"]) for level in ("hardware", "emulated")}
+    rest = len(row["kernels"]) - sum(counts.values())
+    proven = f"{counts['hardware']} proven on hardware, {counts['emulated']} in an interpreter"
+    console.print(f"{len(row['kernels'])} kernels: {proven}, {rest} compiled only", highlight=False)
 
 
 def _print_ops(console: Any, row: dict[str, Any]) -> None:

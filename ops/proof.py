@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -21,7 +20,7 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from deepinfer.ops.backend import Backend, Implementation
-from deepinfer.ops.cache_dir import cache_dir
+from deepinfer.ops.cache_dir import cache_dir, keep_file
 from deepinfer.ops.runtime import Runtime
 from deepinfer.ops.spec import API_VERSION
 
@@ -135,7 +134,7 @@ def write_proofs(backend: Backend, proven: Iterable[Implementation], level: Proo
                 kernels[key] = before
         content = {"contract": API_VERSION, "kernels": dict(sorted(kernels.items()))}
         path = folder / PROOF_FILE
-        _replace(path, json.dumps(content, indent=1) + "\n")
+        keep_file(path, (json.dumps(content, indent=1) + "\n").encode())
         written.append(path)
     return written
 
@@ -236,8 +235,7 @@ class Gate:
         stored = self._read()
         stored[self.key(implementation)] = {"passed": verdict.passed, "detail": verdict.detail}
         try:
-            self.file.parent.mkdir(parents=True, exist_ok=True)
-            _replace(self.file, json.dumps(stored, indent=1) + "\n")
+            keep_file(self.file, (json.dumps(stored, indent=1) + "\n").encode())
         except OSError as error:
             self.tell(f"the verdict on {implementation.name} could not be kept in {self.file}: {error}")
         return verdict
@@ -248,10 +246,3 @@ class Gate:
         except (OSError, ValueError):
             return {}
         return data if isinstance(data, dict) else {}
-
-
-def _replace(path: Path, text: str) -> None:
-    """Write a file so that a reader sees the old one or the new one, never a part."""
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")
-    part.write_text(text, encoding="utf-8")
-    part.replace(path)

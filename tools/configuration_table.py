@@ -34,8 +34,10 @@ files, and a warning in the environment.
 ## Settings
 
 The name is that of the argument and of the key in a file. Integers may have a unit where they are text: `8GiB`, `512k`.
-What has no flag of its own is set by `--set NAME=VALUE`. `DEEPINFER_CACHE_DIR`, where verdicts on kernels are kept, is
-no setting of an engine and has no other name.
+What has no flag of its own is set by `--set NAME=VALUE`. `--num-speculative-tokens` is `--num-drafts`, and
+`--speculative-config '{"method": "mtp", "num_speculative_tokens": 3}'`, as vLLM spells it, is `--speculation coupled`
+with `--num-drafts 3`; our own flags go before it. `DEEPINFER_CACHE_DIR`, where compiled kernels and verdicts on them
+are kept, is no setting of an engine and has no other name.
 
 """
 _THEIRS = """

@@ -17,7 +17,8 @@ def emulate() -> TwinRuntime:
     """The runtime whose tensors kernels run on in the twin.
 
     Raises:
-        BackendUnavailableError: there is no C++ compiler, or a variable of the twin has a value that it does not know.
+        BackendUnavailableError: there is no C++20 compiler that works, or a variable of the twin has a value that it
+            does not know.
         DeviceError: `CXX` is no command line, or there is no place for compiled kernels.
     """
     missing = twin_build.missing_compiler()

@@ -72,11 +72,11 @@ def runs_backwards() -> bool:
 
 
 def missing_compiler() -> str | None:
-    """Why nothing can be compiled here; None where it can."""
-    compiler = _compiler()[0]
-    if shutil.which(compiler) is None:
-        return f"the twin compiles kernels with a C++20 compiler, and {compiler!r} is not there (CXX names another)"
-    return None
+    """Why nothing can be compiled here, which would be every kernel's fault otherwise; None where it can."""
+    command = _compiler()
+    if shutil.which(command[0]) is None:
+        return f"the twin compiles kernels with a C++20 compiler, and {command[0]!r} is not there (CXX names another)"
+    return _fault_of(command)
 
 
 def cache_folder() -> Path:
@@ -141,6 +141,25 @@ def _run(command: Sequence[str], source: Path) -> None:
     if done.returncode:
         words = "\n".join(done.stderr.strip().splitlines()[:40])
         raise DeviceError(f"{source.name} does not compile for the twin:\n{words}")
+
+
+@functools.cache
+def _fault_of(command: tuple[str, ...]) -> str | None:
+    """What a compiler that is there does wrong with a line of C++20; None where it does well."""
+    with tempfile.TemporaryDirectory() as folder:
+        unit, whole = Path(folder) / "probe.cpp", Path(folder) / "probe.so"
+        unit.write_text('template <typename T> concept any = true;\nextern "C" any auto probe() { return 0; }\n')
+        try:
+            done = subprocess.run(
+                (*command, *_FLAGS, "-shared", str(unit), "-o", str(whole)), capture_output=True, text=True, check=False
+            )
+        except OSError as error:
+            return f"{shlex.join(command)} does not run: {error}; CXX names another compiler"
+        if done.returncode == 0 and whole.exists():
+            return None
+        words = "".join(f"\n{line}" for line in done.stderr.strip().splitlines()[:8])
+        how = f"with status {done.returncode}" if done.returncode else "without a result"
+        return f"{shlex.join(command)} ends {how} where a line of C++20 is compiled; CXX names another compiler{words}"
 
 
 def _compiler() -> tuple[str, ...]:

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-import os
-import tempfile
+import logging
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final
 
@@ -19,9 +20,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from deepinfer.ops.cache_dir import cache_dir
+from deepinfer.ops.cache_dir import cache_dir, keep_file
 from deepinfer.ops.errors import DeviceError
 
+_LOG = logging.getLogger(__name__)
 _STATIC_SHARED: Final = 48 << 10
 """Bytes of shared memory that a launch may ask for without saying so beforehand."""
 
@@ -29,6 +31,13 @@ _STATIC_SHARED: Final = 48 << 10
 def cache_folder() -> Path:
     """Where machine code is kept: `DEEPINFER_CACHE_DIR`, else the user's cache folder."""
     return cache_dir() / "cuda"
+
+
+@lru_cache(maxsize=64)
+def architecture_of(device: int) -> str:
+    """What a device's machine code is called, with everything that its generation alone has: sm_90a, sm_100a."""
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"sm_{major}{minor}a"
 
 
 @dataclass(frozen=True)
@@ -66,23 +75,23 @@ class CudaProgram:
         _, major, minor = nvrtc.nvrtcVersion()
         key = hashlib.sha256(f"{major}.{minor} {architecture} {text}".encode()).hexdigest()
         kept = cache_folder() / f"{self.entry}-{architecture}-{key[:32]}.cubin"
-        if kept.exists():
+        with suppress(OSError):  # not there, or not to be read: then it is made
             return kept.read_bytes()
         options = ProgramOptions(arch=architecture, std="c++17", device_as_default_execution_space=True)
         try:
             code = bytes(Program(text, "c++", options).compile("cubin").code)
         except Exception as error:  # the library's own error types differ between versions
             raise DeviceError(f"{self.files[-1].name} does not compile for {architecture}: {error}") from error
-        _write_whole(kept, code)
+        try:
+            keep_file(kept, code)
+        except OSError as error:
+            _warn_of(kept.parent, error.strerror or str(error))
         return code
 
 
-def _write_whole(path: Path, content: bytes) -> None:
-    """Write a file that another process may read or write at the same moment."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as part:
-        part.write(content)
-    os.replace(part.name, path)
+@lru_cache(maxsize=8)  # once a folder: a model has dozens of programs
+def _warn_of(folder: Path, why: str) -> None:
+    _LOG.warning("compiled kernels are not kept in %s, and are compiled again by the next process: %s", folder, why)
 
 
 class CudaFunction:
@@ -125,6 +134,21 @@ class CudaFunction:
             ),
             "launch",
         )
+
+    def clusters_at_once(self, blocks: int, threads: int) -> int:
+        """Clusters of so many blocks of so many threads that the whole device holds at a time."""
+        config = self._driver.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = blocks, 1, 1
+        config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
+        config.sharedMemBytes = self._shared_bytes
+        size = self._driver.CUlaunchAttribute()
+        size.id = self._driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+        shape = self._driver.CUlaunchAttributeValue()
+        shape.clusterDim.x, shape.clusterDim.y, shape.clusterDim.z = blocks, 1, 1
+        size.value = shape
+        config.attrs, config.numAttrs = [size], 1
+        (count,) = self._checked(self._driver.cuOccupancyMaxActiveClusters(self._function, config), "clusters")
+        return int(count)
 
     def _checked(self, result: tuple[Any, ...], what: str) -> tuple[Any, ...]:
         if int(result[0]):

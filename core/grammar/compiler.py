@@ -2,7 +2,8 @@
 
 A schema of a few lines can take hours to compile, and native code in a thread cannot be interrupted. So each worker is
 a process of its own; one that passes its time, or that nobody waits for any more, is killed, and the next grammar gets
-a new one. Results are kept, up to a number of bytes; so is the knowledge that a grammar took too long.
+a new one. Results are kept, up to a number of bytes; so is the knowledge that a grammar took too long. Whoever waits
+for a worker can see that by `GrammarJob.is_queued`, and gives up with `cancel`.
 """
 
 from __future__ import annotations
@@ -10,19 +11,18 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import select
 import subprocess
 import sys
 import tempfile
 import threading
-import time
-from collections import OrderedDict, deque
+from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
 from deepinfer.core.errors import RequestError
 from deepinfer.core.grammar import worker
+from deepinfer.core.grammar.kept import Kept
 from deepinfer.core.grammar.matching import CompiledGrammar, Loader
 from deepinfer.core.grammar.source import GrammarSource
 from deepinfer.core.grammar.vocabulary import GrammarVocabulary
@@ -32,8 +32,8 @@ START_SECONDS: Final = 120
 """A worker that is not ready by then never will be."""
 _LONGEST_SECONDS: Final = 1 << 20
 """Twelve days: whoever waits longer waits for ever, and the system's timers take no number of seconds."""
-_MAX_FAILURES: Final = 1024
-"""Errors that are remembered."""
+FAILURE_BYTES: Final = 16 << 20
+"""What is remembered of grammars that cannot be had: their texts and errors."""
 _PLACE_IN_LIBRARY: Final = re.compile(r"^\[[\d:]+\] \S+?:\d+: ")
 
 
@@ -47,6 +47,7 @@ class GrammarJob:
         grammar: the result, once there is one.
         error: why there will be none.
         num_waiting: requests that want it.
+        is_queued: no worker was free for it yet.
     """
 
     source: GrammarSource
@@ -54,6 +55,7 @@ class GrammarJob:
     grammar: CompiledGrammar | None = None
     error: RequestError | None = None
     num_waiting: int = 1
+    is_queued: bool = False
     process: _Process | None = field(default=None, repr=False)
 
     @property
@@ -69,17 +71,23 @@ class GrammarCompiler:
         vocabulary: of the model.
         num_workers: grammars that compile at a time.
         cache_bytes: most bytes of grammars to keep that nobody uses now; 0 keeps none.
+        failure_bytes: most bytes of grammars that cannot be had to remember.
     """
 
-    def __init__(self, vocabulary: GrammarVocabulary, num_workers: int, cache_bytes: int) -> None:
+    def __init__(
+        self,
+        vocabulary: GrammarVocabulary,
+        num_workers: int,
+        cache_bytes: int,
+        failure_bytes: int = FAILURE_BYTES,
+    ) -> None:
         self._vocabulary = vocabulary
         self._num_workers = num_workers
-        self._cache_bytes = cache_bytes
         self._lock = threading.Condition()
         self._queue: deque[GrammarJob] = deque()
         self._jobs: dict[GrammarSource, GrammarJob] = {}
-        self._cache: OrderedDict[GrammarSource, CompiledGrammar] = OrderedDict()
-        self._failures: OrderedDict[GrammarSource, tuple[float, RequestError]] = OrderedDict()
+        self._cache: Kept[GrammarSource, CompiledGrammar] = Kept(cache_bytes)
+        self._failures: Kept[GrammarSource, tuple[float, RequestError]] = Kept(failure_bytes)
         self._loader: Loader | None = None
         self._threads: list[threading.Thread] = []
         self._processes: set[_Process] = set()
@@ -93,7 +101,13 @@ class GrammarCompiler:
     def num_cached_bytes(self) -> int:
         """Bytes of kept grammars."""
         with self._lock:
-            return sum(grammar.num_bytes for grammar in self._cache.values())
+            return self._cache.num_bytes
+
+    @property
+    def num_failure_bytes(self) -> int:
+        """Bytes of what is remembered of grammars that cannot be had."""
+        with self._lock:
+            return self._failures.num_bytes
 
     def submit(self, source: GrammarSource, timeout: float) -> GrammarJob:
         """Ask for a grammar. Requests that ask for the same one share the work.
@@ -112,7 +126,6 @@ class GrammarCompiler:
             kept = self._cache.get(source)
             failed = self._failures.get(source)
             if kept is not None:
-                self._cache.move_to_end(source)
                 self.num_hits += 1
                 return GrammarJob(source, timeout, grammar=kept)
             if failed is not None and failed[0] >= timeout:
@@ -123,7 +136,7 @@ class GrammarCompiler:
                 job.num_waiting += 1
                 self.num_hits += 1
                 return job
-            job = GrammarJob(source, timeout)
+            job = GrammarJob(source, timeout, is_queued=True)
             self._jobs[source] = job
             self._queue.append(job)
             if len(self._threads) < min(self._num_workers, len(self._jobs)):
@@ -218,7 +231,11 @@ class GrammarCompiler:
     def _next(self) -> GrammarJob | None:
         with self._lock:
             self._lock.wait_for(lambda: self._queue or self._is_closed)
-            return None if self._is_closed else self._queue.popleft()
+            if self._is_closed:
+                return None
+            job = self._queue.popleft()
+            job.is_queued = False
+            return job
 
     def _compile(self, process: _Process, job: GrammarJob) -> CompiledGrammar:
         if self._loader is None:
@@ -240,15 +257,11 @@ class GrammarCompiler:
             self._forget(job)
             self.num_compiled += 1
             if grammar is not None:
-                self._cache[job.source] = grammar
-                total = sum(kept.num_bytes for kept in self._cache.values())
-                while self._cache and total > self._cache_bytes:
-                    total -= self._cache.popitem(last=False)[1].num_bytes
+                self._cache.put(job.source, grammar, grammar.num_bytes + sys.getsizeof(job.source.text))
             elif error is not None and error.code in ("grammar_timeout", "invalid_grammar"):
                 known = float("inf") if error.code == "invalid_grammar" else job.timeout
-                self._failures[job.source] = known, error
-                while len(self._failures) > _MAX_FAILURES:
-                    self._failures.popitem(last=False)
+                size = sys.getsizeof(job.source.text) + sys.getsizeof(error.message)
+                self._failures.put(job.source, (known, error), size)
             self._lock.notify_all()
 
     def _forget(self, job: GrammarJob) -> None:
@@ -278,6 +291,7 @@ class _Process:
             env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"},
         )
         self._is_killed = False
+        self._is_late = False
 
     def begin(self, vocabulary: GrammarVocabulary) -> None:
         """Give it the vocabulary and wait until it is ready.
@@ -285,7 +299,10 @@ class _Process:
         Raises:
             _ProcessDiedError: it did not start.
         """
-        self._ask((vocabulary.token_bytes(), list(vocabulary.eos_token_ids)), START_SECONDS, "starting up")
+        try:
+            self._ask((vocabulary.token_bytes(), list(vocabulary.eos_token_ids)), START_SECONDS, "starting up")
+        except _ProcessDiedError as died:  # even where it was late: the grammar it was to compile took no time
+            raise _ProcessDiedError("grammar_failed", str(died)) from died
 
     @property
     def pid(self) -> int:
@@ -329,18 +346,25 @@ class _Process:
     def _ask(self, message: Any, seconds: float, what: str) -> tuple[str, str]:
         source, sink = self._popen.stdout, self._popen.stdin
         assert source is not None and sink is not None, "both are pipes"
-        end = time.monotonic() + seconds
+        # A clock of its own: writing a long text and reading a long answer may block just as waiting for one does.
+        clock = threading.Timer(seconds, self._end_late)
+        clock.daemon = True
+        clock.start()
         try:
             worker.send(sink, message)
-            answers = select.poll()  # not `select`, which takes no file of a high number
-            answers.register(source, select.POLLIN)
-            if not answers.poll(max(end - time.monotonic(), 0) * 1000):
-                raise _ProcessDiedError("grammar_timeout", f"{what} was not done after {seconds:g} s")
             kind, text = worker.receive(source)
         except (EOFError, OSError) as error:
+            if self._is_late:
+                raise _ProcessDiedError("grammar_timeout", f"{what} was not done after {seconds:g} s") from error
             self._log.seek(0)
             log = self._log.read()[-500:].decode(errors="replace").strip()
             code = self._popen.wait()
             why = f"ended with code {code}" + (f": {log}" if log else "")
             raise _ProcessDiedError("grammar_failed", f"{what}: the process that compiles grammars {why}") from error
+        finally:
+            clock.cancel()
         return kind, text
+
+    def _end_late(self) -> None:
+        self._is_late = True
+        self.kill()

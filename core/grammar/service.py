@@ -6,14 +6,15 @@ A request waits, outside of the scheduler's queues, until its grammar is compile
 from __future__ import annotations
 
 import pickle
+import sys
 import threading
-from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Final
 
 from deepinfer.core.grammar import matching
 from deepinfer.core.grammar.compiler import GrammarCompiler, GrammarJob
 from deepinfer.core.grammar.gates import gate_of
+from deepinfer.core.grammar.kept import Kept
 from deepinfer.core.grammar.masks import GrammarMasks
 from deepinfer.core.grammar.shaper import GrammarShaper
 from deepinfer.core.grammar.source import GrammarSource, ToolGrammar, source_of
@@ -21,7 +22,8 @@ from deepinfer.core.grammar.spec import StructuredOutput, StructuredOutputError
 from deepinfer.core.grammar.vocabulary import GrammarVocabulary
 from deepinfer.core.tokenizer import Tokenizer
 
-_KEPT_SOURCES: Final = 256
+SOURCE_BYTES: Final = 64 << 20
+"""Requests' forms to keep, each with its grammar or why there is none."""
 
 
 class GrammarService:
@@ -33,6 +35,7 @@ class GrammarService:
         eos_token_ids: the model's own ends.
         num_workers: grammars that compile at a time.
         timeout: seconds that one may take, where the request does not say.
+        queue_timeout: seconds that a request may wait for a free worker.
         cache_bytes: most bytes of grammars to keep.
         tool_grammar: the model family's way to write calls; None for none.
     """
@@ -45,18 +48,21 @@ class GrammarService:
         *,
         num_workers: int = 1,
         timeout: float = 20.0,
+        queue_timeout: float = 600.0,
         cache_bytes: int = 1 << 30,
         tool_grammar: ToolGrammar | None = None,
     ) -> None:
         self.vocabulary = GrammarVocabulary(tokenizer, vocab_size, eos_token_ids)
         self.compiler = GrammarCompiler(self.vocabulary, num_workers, cache_bytes)
+        self.queue_timeout = queue_timeout
         self._timeout = timeout
         self._tool_grammar = tool_grammar
-        self._sources: OrderedDict[bytes, GrammarSource] = OrderedDict()  # many requests ask for one form
+        # many requests ask for one form, and one that is refused ahead of the steps is asked for again between them
+        self._sources: Kept[bytes, GrammarSource | StructuredOutputError] = Kept(SOURCE_BYTES)
         self._lock = threading.Lock()
 
     def source(self, spec: StructuredOutput) -> GrammarSource:
-        """What a request's grammar is compiled from. Any thread may ask; the last sources are kept.
+        """What a request's grammar is compiled from. Any thread may ask; the last sources and refusals are kept.
 
         Raises:
             RequestError: the library is not installed, or the form cannot be had; the message names the place.
@@ -64,15 +70,15 @@ class GrammarService:
         matching.require()
         key = pickle.dumps(spec)
         with self._lock:
-            if key in self._sources:
-                self._sources.move_to_end(key)
-                return self._sources[key]
-        source = source_of(spec, self.vocabulary, self._tool_grammar)
-        with self._lock:
-            self._sources[key] = source
-            while len(self._sources) > _KEPT_SOURCES:
-                self._sources.popitem(last=False)
-        return source
+            known = self._sources.get(key)
+        if known is None:
+            known = self._read(spec)
+            text = known.text if isinstance(known, GrammarSource) else known.message
+            with self._lock:
+                self._sources.put(key, known, sys.getsizeof(key) + sys.getsizeof(text))
+        if isinstance(known, StructuredOutputError):
+            raise StructuredOutputError(known.message)  # an error of each request's own, with its own traceback
+        return known
 
     def submit(self, spec: StructuredOutput, source: GrammarSource) -> GrammarJob:
         """Ask for a grammar; the job tells when it is there."""
@@ -117,3 +123,9 @@ class GrammarService:
     def close(self) -> None:
         """Stop all compiling."""
         self.compiler.close()
+
+    def _read(self, spec: StructuredOutput) -> GrammarSource | StructuredOutputError:
+        try:
+            return source_of(spec, self.vocabulary, self._tool_grammar)
+        except StructuredOutputError as refused:
+            return refused

@@ -22,6 +22,8 @@ from deepinfer.ops.moe import DispatchHandle
 from deepinfer.ops.spec import API_VERSION, Case, OpSpec
 
 _SAFE: list[Any] = [QTensor, PagedCache, CacheFormat, DispatchHandle]
+_KEYS = frozenset({"contract", "op", "case", "rows", "args"})
+"""Without these a file is no case of ours."""
 
 
 def save_failure(folder: Path, made: Made, result: CaseResult) -> Path:
@@ -53,7 +55,11 @@ def load_failure(path: Path) -> Made:
         with torch.serialization.safe_globals(_SAFE):
             content = torch.load(path, weights_only=True)
     except Exception as error:
-        raise OpArgumentError(f"{path} is not a saved case: {error}") from error
+        why = str(error).partition("\n")[0]
+        raise OpArgumentError(f"{path} is not a saved case: {why or type(error).__name__}") from error
+    missing = sorted(_KEYS - content.keys() if isinstance(content, dict) else _KEYS)
+    if missing:
+        raise OpArgumentError(f"{path} is not a saved case: it lacks {', '.join(missing)}")
     if content["contract"] != API_VERSION:
         raise OpArgumentError(f"{path} is of op contract version {content['contract']}, this is {API_VERSION}")
     ops = defined_ops()

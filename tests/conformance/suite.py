@@ -89,7 +89,7 @@ def run_suite(session: Session, waivers: Sequence[Waiver] = (), today: datetime.
     """Run levels 0 to `session.level`.
 
     Raises:
-        OpArgumentError: no case fits what was asked for.
+        OpArgumentError: no case fits what was asked for, or cases were asked for at a level that has none.
     """
     from deepinfer.conformance.levels import run_level
 
@@ -103,7 +103,10 @@ def run_suite(session: Session, waivers: Sequence[Waiver] = (), today: datetime.
         results=session.results,
         emulated=session.emulated,
     )
-    if session.case and Path(session.case).is_file():
+    is_file = bool(session.case) and Path(session.case).is_file()
+    if session.level == 0 and not session.whole and not is_file:
+        raise OpArgumentError("level 0 runs no case: leave out --op and --case, or raise --level")
+    if is_file:
         session.add(run_made(session, load_failure(Path(session.case))))
     else:
         for level in range(session.level + 1):
@@ -113,7 +116,8 @@ def run_suite(session: Session, waivers: Sequence[Waiver] = (), today: datetime.
         loads = all(result.status != "fail" for result in session.results)
         asks_for_some = session.level > 0 and not session.whole and loads
         if not session.results or (asks_for_some and not any(r.level for r in session.results)):
-            raise OpArgumentError(f"no case fits --op {session.ops!r} --case {session.case!r}")
+            no_file = ", which is no file either" if session.case else ""
+            raise OpArgumentError(f"no case fits --op {session.ops!r} --case {session.case!r}{no_file}")
     report.seconds = time.perf_counter() - began
     apply_waivers(report, waivers, today or datetime.date.today())
     report.problems += missing_claims(session)

@@ -70,6 +70,14 @@ def test_a_verdict_is_kept_by_kernel_and_device(tmp_path) -> None:
     assert guard.known(backend.implementations[0]) == Verdict(True)
 
 
+def test_a_verdict_that_cannot_be_kept_is_used_with_a_message(tmp_path) -> None:
+    (tmp_path / "file").touch()
+    guard, told, asked = gate(tmp_path / "file", {"planted.good": Verdict(True)})
+    assert table(backend_with(good), guard).bind(rms_norm, n=4).implementation == "planted.good"
+    assert asked == ["planted.good"]
+    assert len(told) == 1 and "the verdict on planted.good could not be kept in" in told[0]
+
+
 def test_what_there_is_no_time_for_is_not_used(tmp_path) -> None:
     ticks = iter(range(0, 10**6, 50))
     guard, told, _ = gate(

@@ -195,8 +195,19 @@ def test_a_file_that_is_no_case_is_refused(tmp_path) -> None:
     path.write_bytes(b"nothing")
     with pytest.raises(OpArgumentError, match="is not a saved case"):
         load_failure(path)
-    with pytest.raises(OpArgumentError, match="no case fits"):
-        run_suite(session(backend_with(good), case="no such case"))
+    for content, lacks in (([1], "args, case, contract, op, rows"), ({"contract": 1, "op": "x"}, "args, case, rows")):
+        torch.save(content, path)
+        with pytest.raises(OpArgumentError, match=f"is not a saved case: it lacks {lacks}$"):
+            load_failure(path)
+    for name in ("no such case", str(tmp_path / "*.case"), str(tmp_path / "absent.case"), str(tmp_path)):
+        with pytest.raises(OpArgumentError, match=r"no case fits .* which is no file either"):
+            run_suite(session(backend_with(good), case=name))
+
+
+@pytest.mark.parametrize("choice", [{"case": "rms_norm/*"}, {"ops": "rms*"}])
+def test_cases_at_a_level_that_has_none_are_no_pass(choice) -> None:
+    with pytest.raises(OpArgumentError, match="level 0 runs no case"):
+        run_suite(Session(backend_with(good), HostRuntime(), level=0, **choice))
 
 
 def test_a_glob_that_fits_no_op_is_no_pass() -> None:

@@ -13,18 +13,27 @@ def ids(*values):
     return np.array(values, dtype=np.int32)
 
 
-def test_failed_allocate_takes_nothing():
+def opened(manager, num_tokens):
+    """A sequence that holds memory for all its tokens."""
+    seq = manager.open(np.zeros(num_tokens, dtype=np.int32))
+    manager.reserve(seq, num_tokens)
+    return seq
+
+
+def test_a_failed_reserve_takes_nothing():
     manager = KVBlockManager(num_blocks=2, block_size=4)  # block 0 is not counted
+    seq = manager.open(np.zeros(9, dtype=np.int32))
     with pytest.raises(OutOfBlocksError, match="need 3 blocks for 9 tokens, 2 free"):
-        manager.allocate(9)
-    assert manager.num_free_blocks == 2
+        manager.reserve(seq, 9)
+    assert (manager.num_free_blocks, manager.num_free_slots) == (2, 255)
+    manager.free(seq)
     assert manager.num_free_slots == 256
-    assert manager.pool.num_tokens(manager.allocate(8)) == 8
+    assert manager.pool.num_tokens(opened(manager, 8)) == 8
 
 
 def test_a_failed_reserve_says_what_is_short():
     manager = KVBlockManager(num_blocks=4, block_size=4, num_window_pages=3, window_page=2)
-    seq = manager.allocate(5)
+    seq = opened(manager, 5)
     with pytest.raises(OutOfBlocksError, match="need 1 window page for 7 tokens, 0 free"):
         manager.reserve(seq, 7)
     with pytest.raises(OutOfBlocksError, match="need 3 blocks for 17 tokens, 2 free"):
@@ -34,7 +43,7 @@ def test_a_failed_reserve_says_what_is_short():
 
 def test_every_shortage_is_an_out_of_blocks_error():
     manager = KVBlockManager(num_blocks=1, block_size=4, num_slots=2)
-    seq = manager.allocate(3)
+    seq = opened(manager, 3)
     manager.commit(ids(seq), ids(3))
     with pytest.raises(OutOfBlocksError, match="need 1 block"):
         manager.fork(seq)
@@ -45,11 +54,11 @@ def test_every_shortage_is_an_out_of_blocks_error():
 
 def test_fork_names_the_copies():
     manager = KVBlockManager(num_blocks=4, block_size=4)
-    seq = manager.allocate(4)
+    seq = opened(manager, 4)
     manager.commit(ids(seq), ids(4))
     child, copies = manager.fork(seq)
     assert copies == [KVCopy("state", seq, child)]
-    seq = manager.allocate(3)
+    seq = opened(manager, 3)
     manager.commit(ids(seq), ids(3))
     child, copies = manager.fork(seq)
     assert copies == [KVCopy("block", 2, 3), KVCopy("page", 2, 3), KVCopy("state", seq, child)]

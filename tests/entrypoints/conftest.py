@@ -1,4 +1,4 @@
-"""A scripted engine, so that everything above the engine can be tested without a model."""
+"""Scripted engines and models, so that everything above them can be tested without a checkpoint."""
 
 import json
 from collections.abc import Callable
@@ -6,16 +6,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
+from deepinfer import AsyncLLM
 from deepinfer.core.config import EngineConfig
 from deepinfer.core.detokenizer import IncrementalDetokenizer
+from deepinfer.core.engine import Engine
 from deepinfer.core.errors import RequestError
 from deepinfer.core.outputs import CompletionOutput, Logprob, RequestOutput
 from deepinfer.core.tokenizer import Tokenizer
 from deepinfer.entrypoints.chat_formats import chat_format
 from deepinfer.entrypoints.llm import LLM
+from deepinfer.testing import PuppetModel
+from deepinfer.testing.workloads import cpu_ops
 
 DATA = Path(__file__).parents[1] / "data"
 
@@ -196,3 +201,41 @@ def read_lines(path: Path) -> list[dict]:
 @pytest.fixture
 def read_output():
     return read_lines
+
+
+@pytest.fixture
+def puppet_engine(tokenizer):
+    """Makes engines whose model thinks out loud and then answers, letter by letter, at temperature 0."""
+
+    def make(text="why not</think>0123456789 the end", **settings):
+        said = [*tokenizer.encode(text, parse_special=True), tokenizer.eos_token_id]
+        starts = {tokenizer.token_to_id("<think>"), tokenizer.bos_token_id}
+
+        def logits(ids):
+            row = np.zeros(384)
+            begin = max((i for i, t in enumerate(ids) if t in starts), default=0)
+            if ids[begin] == tokenizer.bos_token_id:
+                begin = 1
+            row[said[min(len(ids) - 1 - begin, len(said) - 1)]] = 4.0
+            return row
+
+        config = EngineConfig(model="models/tiny", block_size=16, max_model_len=1024, num_kv_blocks=128, **settings)
+        return Engine(PuppetModel(384, logits, eos_token_ids=(tokenizer.eos_token_id,)), config, cpu_ops(), tokenizer)
+
+    return make
+
+
+@pytest.fixture
+def llms(puppet_engine, tokenizer):
+    """Makes an `LLM` and an `AsyncLLM` on equal engines of their own."""
+    made = []
+
+    def make(*args, **settings):
+        chat = chat_format("DeepseekV41ForCausalLM")
+        made.append(LLM.from_engine(puppet_engine(*args, **settings), tokenizer=tokenizer, chat=chat))
+        made.append(AsyncLLM.from_engine(puppet_engine(*args, **settings), tokenizer=tokenizer, chat=chat))
+        return made[-2:]
+
+    yield make
+    for llm in made:
+        getattr(llm, "close", getattr(llm, "shutdown", None))()

@@ -1,7 +1,6 @@
 """`AsyncLLM` gives what `LLM` gives, in the kinds of output that it names, to any number of coroutines."""
 
 import asyncio
-import gc
 import importlib.util
 import inspect
 import json
@@ -10,56 +9,14 @@ import threading
 import numpy as np
 import pytest
 
-from deepinfer import LLM, AsyncLLM, ChatOutput, RequestError, SamplingParams, SessionClosedError, StructuredOutput
-from deepinfer.core.config import EngineConfig
-from deepinfer.core.engine import Engine
-from deepinfer.entrypoints.chat_formats import chat_format
+from deepinfer import LLM, AsyncLLM, ChatOutput, SamplingParams, StructuredOutput
 from deepinfer.testing import HashModel, PuppetModel, ScriptedDraft
-from deepinfer.testing.workloads import cpu_ops
 
 SMALL = {"num_kv_blocks": 64, "block_size": 4, "window_page": 4, "max_num_seqs": 8, "max_num_batched_tokens": 32}
 KINDS = ("cumulative", "delta", "final")
 HI = [{"role": "user", "content": "Hi"}]
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-@pytest.fixture
-def engine(tokenizer):
-    """Makes engines whose model thinks out loud and then answers, letter by letter, at temperature 0."""
-
-    def make(text="why not</think>0123456789 the end", **settings):
-        said = [*tokenizer.encode(text, parse_special=True), tokenizer.eos_token_id]
-        starts = {tokenizer.token_to_id("<think>"), tokenizer.bos_token_id}
-
-        def logits(ids):
-            row = np.zeros(384)
-            begin = max((i for i, t in enumerate(ids) if t in starts), default=0)
-            if ids[begin] == tokenizer.bos_token_id:
-                begin = 1
-            row[said[min(len(ids) - 1 - begin, len(said) - 1)]] = 4.0
-            return row
-
-        config = EngineConfig(model="models/tiny", block_size=16, max_model_len=1024, num_kv_blocks=128, **settings)
-        return Engine(PuppetModel(384, logits, eos_token_ids=(tokenizer.eos_token_id,)), config, cpu_ops(), tokenizer)
-
-    return make
-
-
-@pytest.fixture
-def llms(engine, tokenizer):
-    """Makes an `LLM` and an `AsyncLLM` on equal engines of their own."""
-    made = []
-
-    def make(*args, **settings):
-        chat = chat_format("DeepseekV41ForCausalLM")
-        made.append(LLM.from_engine(engine(*args, **settings), tokenizer=tokenizer, chat=chat))
-        made.append(AsyncLLM.from_engine(engine(*args, **settings), tokenizer=tokenizer, chat=chat))
-        return made[-2:]
-
-    yield make
-    for llm in made:
-        getattr(llm, "close", getattr(llm, "shutdown", None))()
 
 
 async def collect(generator):
@@ -329,168 +286,6 @@ def test_a_conversation_that_cannot_be_rendered_is_its_own_error(llms) -> None:
     (output,) = asyncio.run(collect(llm.chat([{"role": "nobody", "content": "x"}], request_id="mine")))
     assert output.error.code == "invalid_chat" and output.messages == [] and output.finished
     assert output.request_id == "mine"
-
-
-# What is refused
-
-
-def test_faults_of_a_request_are_its_last_output(llms) -> None:
-    _, llm = llms()
-
-    async def go():
-        bad = [
-            llm.generate(""),
-            llm.generate([9999], request_id="far"),
-            llm.generate("x", SamplingParams(logit_bias={384: 1.0})),
-            llm.generate("x", cache_salt=5),
-            llm.generate({"prompt": "x", "cache_salt": ["a"]}),
-            llm.generate({"prompt": "x", "prompt_token_ids": [1]}),
-        ]
-        return await asyncio.gather(*map(collect, bad))
-
-    results = asyncio.run(go())
-    assert [len(outputs) for outputs in results] == [1] * 6
-    assert [outputs[0].error.code for outputs in results] == [
-        "empty_prompt",
-        "token_out_of_range",
-        "invalid_parameter",
-        "invalid_parameter",
-        "invalid_parameter",
-        "invalid_prompt",
-    ]
-    assert all(isinstance(outputs[0].error, RequestError) and outputs[0].finished for outputs in results)
-    assert [outputs[0].request_id for outputs in results[:3]] == ["0", "far", "2"]
-
-
-def test_arguments_of_unknown_kinds_are_refused_at_the_call(llms) -> None:
-    _, llm = llms()
-    with pytest.raises(TypeError, match="sampling_params must be SamplingParams, got dict"):
-        llm.generate("x", {"max_tokens": 3})
-    with pytest.raises(TypeError, match="request_id must be a string, got int"):
-        llm.generate("x", request_id=3)
-    with pytest.raises(ValueError, match="output_kind must be one of 'cumulative', 'delta', 'final', got 'deltas'"):
-        llm.chat(HI, output_kind="deltas")
-
-
-def test_a_live_id_is_refused_and_the_first_goes_on(llms) -> None:  # KV-5
-    _, llm = llms()
-    params = SamplingParams(max_tokens=6, temperature=0)
-
-    async def go():
-        first = llm.generate("x", params, "a")
-        start = await anext(first)
-        (second,) = await collect(llm.generate("x", params, "a"))
-        rest = await collect(first)
-        (third,) = await collect(llm.generate("x", params, "a", output_kind="final"))
-        return start, second, rest, third
-
-    start, second, rest, third = asyncio.run(go())
-    assert second.error.code == "duplicate_request_id" and second.request_id == "a"
-    assert start.error is None and rest[-1].outputs == third.outputs and len(third.outputs[0].token_ids) == 6
-
-
-def test_numbers_given_as_ids_do_not_meet_ids_that_were_made_up(llms) -> None:
-    _, llm = llms()
-
-    async def go():
-        # long enough to be live until the other one has ended, however late this task is woken
-        mine = llm.generate("x", SamplingParams(max_tokens=900, ignore_eos=True), "1")
-        await anext(mine)
-        made_up = await collect(llm.generate("y"))
-        assert await llm.abort("1") == 1
-        return made_up, await collect(mine)
-
-    made_up, mine = asyncio.run(go())
-    assert made_up[-1].error is None and mine[-1].error is None
-    assert made_up[-1].request_id != "1" == mine[-1].request_id
-
-
-def test_salts_keep_prefixes_apart(llms) -> None:
-    sync, llm = llms()
-    prompt = list(range(40, 90))
-    greedy = SamplingParams(max_tokens=1, temperature=0)
-    salted = {"prompt_token_ids": prompt, "cache_salt": "b"}
-
-    async def go():
-        asks = [(prompt, None), (prompt, "a"), (salted, "a"), (prompt, "a"), (prompt, "b"), (prompt, None)]
-        return [(await collect(llm.generate(p, greedy, cache_salt=s)))[-1].num_cached_tokens for p, s in asks]
-
-    assert asyncio.run(go()) == [0, 0, 0, 48, 48, 48]
-    results = [sync.generate([prompt], greedy, cache_salt=salt)[0] for salt in ("a", "b", "a")]
-    assert [result.num_cached_tokens for result in results] == [0, 0, 48]
-    assert sync.generate(salted, greedy)[0].num_cached_tokens == 48
-    assert [p.num_cached_tokens for p in sync.stream(prompt, greedy, cache_salt="c")] == [0]
-    first, again, other = (sync.chat([HI[0] | {"content": "Hi" * 40}], greedy, cache_salt=s)[0] for s in "xxy")
-    assert (first.num_cached_tokens, again.num_cached_tokens > 0, other.num_cached_tokens) == (0, True, 0)
-
-
-# Ends
-
-
-def test_an_aborted_request_gives_what_there_is(llms) -> None:
-    _, llm = llms()
-    params = SamplingParams(max_tokens=1000, temperature=0, ignore_eos=True)
-
-    async def go():
-        generators = [llm.generate("x", params, name) for name in "abc"]
-        await asyncio.gather(*map(anext, generators))
-        assert await llm.abort("a") == 1 and await llm.abort(["b", "nobody", "a"]) == 1
-        first, second = [(await collect(g))[-1] for g in generators[:2]]
-        assert (await anext(generators[2])).error is None
-        await generators[2].aclose()
-        return first, second, await llm.stats()
-
-    first, second, stats = asyncio.run(go())
-    for output in (first, second):
-        assert output.outputs[0].finish_reason == "abort" and output.finished and output.error is None
-        assert 0 < len(output.outputs[0].token_ids) < 1000
-    assert stats.num_running == stats.num_waiting == 0 and stats.num_free_blocks == stats.num_blocks
-
-
-def test_shutdown_ends_generators_with_a_typed_error(llms) -> None:
-    _, llm = llms()
-    params = SamplingParams(max_tokens=1000, temperature=0, ignore_eos=True)
-
-    async def go():
-        generators = [llm.generate("x", params) for _ in range(3)]
-        await asyncio.gather(*map(anext, generators))
-        await llm.aclose()
-        for generator in generators:
-            with pytest.raises(SessionClosedError, match="closed"):
-                await collect(generator)
-        with pytest.raises(SessionClosedError):
-            await anext(llm.generate("x"))
-        with pytest.raises(SessionClosedError):
-            await llm.abort("x")
-
-    asyncio.run(go())
-    llm.shutdown()
-    assert not llm.is_running
-
-
-def test_shutdown_from_the_event_loop_does_not_wait_for_it(llms) -> None:
-    _, llm = llms()
-
-    async def go():
-        task = asyncio.create_task(collect(llm.generate("x", SamplingParams(max_tokens=900, ignore_eos=True))))
-        await asyncio.sleep(0)
-        llm.shutdown()
-        with pytest.raises(SessionClosedError):
-            await task
-
-    asyncio.run(go())
-
-
-def test_a_forgotten_one_ends_its_thread() -> None:
-    def count_threads():
-        return sum(thread.name == "deepinfer-engine" for thread in threading.enumerate())
-
-    before = count_threads()
-    llm = AsyncLLM(HashModel(32), **SMALL)
-    assert asyncio.run(collect(llm.generate([1])))[-1].finished and count_threads() == before + 1
-    del llm
-    gc.collect()
-    assert count_threads() == before
 
 
 # A checkpoint

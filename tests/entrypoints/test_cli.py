@@ -135,6 +135,61 @@ def test_run_takes_any_setting_by_name_and_flags_go_before(cli, fake_llm, write_
     assert wrong.exit_code == 2 and "did you mean draft_schedule" in wrong.stderr
 
 
+def test_run_and_eval_take_speculation_in_our_words_and_in_those_of_vllm(
+    cli, fake_llm, write_input, lines, tmp_path, monkeypatch
+) -> None:
+    asked = []
+    monkeypatch.setattr(
+        "deepinfer.entrypoints.evaluation.EvalCommand.run", lambda work: asked.append(work.settings) or 0
+    )
+    config = '{"method": "mtp", "num_speculative_tokens": 3}'
+    for flags, wanted in (
+        (("--speculation", "rejection"), ("rejection", None)),
+        (("--speculation", "coupled", "--num-drafts", 2), ("coupled", 2)),
+        (("--speculation", "coupled", "--num-speculative-tokens", 2), ("coupled", 2)),
+        (("--speculative-config", config), ("coupled", 3)),
+        (("--speculative-config", "{}"), ("coupled", None)),
+        (("--speculative-config", config, "--num-drafts", 1, "--speculation", "rejection"), ("rejection", 1)),
+        ((), ("off", None)),
+    ):
+        result = cli(
+            "run", write_input([lines.chat("a")]), "-o", tmp_path / "o.jsonl", "--overwrite", "-m", "x", *flags
+        )
+        assert result.exit_code == 0, result.stderr
+        assert (fake_llm[-1].speculation, fake_llm[-1].num_drafts) == wanted, flags
+        assert cli("eval", "-m", "x", *flags).exit_code == 0
+        assert (asked[-1].get("speculation", "off"), asked[-1].get("num_drafts")) == wanted, flags
+
+
+@pytest.mark.parametrize("command", ["run", "eval"])
+def test_speculation_stands_in_the_help(cli, command) -> None:
+    said = cli(command, "--help").stdout
+    for words in ("--speculation", "[off|coupled|rejection]", "--num-speculative-tokens", "--speculative-config"):
+        assert words in said
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (("--speculation", "on"), "speculation must be one of 'off', 'coupled', 'rejection', got 'on'"),
+        (("--num-drafts", 0), "num_drafts must be an integer of at least 1"),
+        (("--speculative-config", "mtp"), "is no JSON"),
+        (("--speculative-config", "[3]"), "must be a JSON object, got [3]"),
+        (("--speculative-config", '{"method": "eagle"}'), "method 'eagle' is not there"),
+        (("--speculative-config", '{"method": ["mtp"]}'), "method ['mtp'] is not there"),
+        (("--speculative-config", '{"model": "small"}'), "'model' has no meaning here"),
+        (("--speculative-config", '{"num_speculative_tokens": "3"}'), "num_drafts must be an integer of at least 1"),
+    ],
+)
+def test_speculation_that_cannot_be_is_refused_by_name(
+    cli, fake_llm, write_input, lines, tmp_path, flags, said
+) -> None:
+    result = cli("run", write_input([lines.chat("a")]), "-o", tmp_path / "o.jsonl", "-m", "x", *flags)
+    words = " ".join(result.stderr.replace("│", " ").split())
+    assert result.exit_code == 2 and said in words
+    assert fake_llm == []
+
+
 def test_run_that_cannot_start_says_why_and_changes_nothing(cli, fake_llm, write_input, lines, tmp_path) -> None:
     output = tmp_path / "out.jsonl"
     source = write_input([lines.chat("a")])

@@ -155,6 +155,26 @@ def test_modes_and_compilers_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert twin_build.missing_compiler() is None
 
 
+def test_a_compiler_that_does_not_work_is_named_before_any_kernel(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script, text = tmp_path / "cc", tmp_path / "text"
+    script.write_text("#!/bin/sh\necho no room >&2\nexit 3\n")
+    text.write_text("no program")
+    for path in (script, text):
+        path.chmod(0o755)
+    for named, said in (
+        ("false", "false ends with status 1"),
+        ("true", "true ends without a result"),
+        (str(script), "ends with status 3 where a line of C\\+\\+20 is compiled; CXX names another compiler\nno room"),
+        (str(text), "does not run"),
+        ("g++ -std=c++20 -Dprobe=", "ends with status"),
+    ):
+        monkeypatch.setenv("CXX", named)
+        with pytest.raises(BackendUnavailableError, match=said):
+            emulate()
+
+
 def test_orders_of_blocks_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     for named, backwards in (("", False), ("forwards", False), ("backwards", True)):
         monkeypatch.setenv("DEEPINFER_TWIN_ORDER", named)

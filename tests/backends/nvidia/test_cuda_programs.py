@@ -211,3 +211,15 @@ def test_what_does_not_compile_says_why() -> None:
     broken = CudaProgram(program.files, program.entry, dict(program.macros, TOKENS="nothing"), program.generated)
     with pytest.raises(DeviceError, match=r"products\.cu does not compile for sm_90a"):
         broken.compile("sm_90a")
+
+
+def test_a_folder_that_takes_no_files_is_said_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("not a folder")
+    monkeypatch.setenv("DEEPINFER_CACHE_DIR", str(blocked))
+    program = Pages(32, 64, kv_fp4=True).helper("mark_slots")
+    assert program.compile("sm_90a") == program.compile("sm_90a")
+    (said,) = (record.getMessage() for record in caplog.records)
+    assert "compiled kernels are not kept in" in said and str(blocked) in said

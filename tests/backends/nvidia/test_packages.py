@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from deepinfer.backends.nvidia import probe as probe_module
+from deepinfer.entrypoints.cli import app
 from deepinfer.ops import proof
 from deepinfer.ops.catalog import defined_ops
 from deepinfer.ops.errors import BackendUnavailableError
@@ -103,8 +105,31 @@ def test_an_emulated_proof_does_not_replace_one_of_hardware(tmp_path: Path, monk
     implementation = backend.implementations[0]
     key = f"{implementation.op.name}={implementation.name}"
     written: dict[str, str] = {}
-    monkeypatch.setattr(proof, "_replace", lambda path, text: written.update(text=text))
+    monkeypatch.setattr(proof, "keep_file", lambda path, content: written.update(text=content.decode()))
     known = {key: {"hash": proof.kernel_hash(implementation), "level": "hardware", "device": "a device"}}
     monkeypatch.setattr(proof, "read_proofs", lambda implementation: known)
     proof.write_proofs(backend, [implementation], "emulated", "an interpreter")
     assert json.loads(written["text"])["kernels"][key]["level"] == "hardware"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device is here")
+@pytest.mark.parametrize("name", NAMES)
+def test_the_command_line_says_how_far_kernels_are_proven_where_their_device_is_not(name: str) -> None:
+    pytest.importorskip("triton")
+    runner = CliRunner(env={"COLUMNS": "200"})
+    rows = {row["name"]: row for row in json.loads(runner.invoke(app, ["backends", "-b", name, "--json"]).stdout)}
+    kernels = rows[name]["kernels"]
+    assert {kernel["op"] for kernel in kernels} == set(defined_ops())
+    levels = {kernel["implementation"]: kernel["proof"] for kernel in kernels}
+    assert set(levels.values()) <= set(proof.LEVELS)
+    assert "kernels" not in rows["cpu"]
+    printed = runner.invoke(app, ["backends", "-b", name]).output
+    assert f"kernels of {name}, whose device is not here" in printed
+    assert f"{len(kernels)} kernels: " in printed
+
+
+def test_nothing_of_blackwell_claims_to_have_run_on_hardware() -> None:
+    pytest.importorskip("triton")
+    backend = discover_backends()["cuda_sm100"]
+    backend.load()
+    assert "hardware" not in {proof.proof_level(implementation) for implementation in backend.implementations}

@@ -13,10 +13,11 @@ import pytest
 from deepinfer.core.config import EngineConfig
 from deepinfer.core.engine import Engine
 from deepinfer.core.grammar import matching
+from deepinfer.core.grammar import service as service_module
 from deepinfer.core.grammar.compiler import GrammarCompiler
 from deepinfer.core.grammar.service import GrammarService
 from deepinfer.core.grammar.source import GrammarSource
-from deepinfer.core.grammar.spec import StructuredOutput
+from deepinfer.core.grammar.spec import StructuredOutput, StructuredOutputError
 from deepinfer.core.sampling_params import SamplingParams
 from deepinfer.testing import HashModel
 from deepinfer.testing.workloads import cpu_ops
@@ -109,6 +110,20 @@ def test_the_cache_is_bounded(vocabulary, compiler) -> None:
         small.close()
 
 
+def test_what_is_remembered_of_grammars_that_cannot_be_had_is_bounded_in_bytes(vocabulary) -> None:
+    wrong = [regex(f"({letter * 5000}") for letter in "abcd"]
+    made = GrammarCompiler(vocabulary, num_workers=1, cache_bytes=0, failure_bytes=12_000)
+    try:
+        errors = [finish(made, made.submit(source, 60)).error for source in wrong[:2]]
+        assert made.submit(wrong[0], 60).error is errors[0]  # it was used last, so the other one goes
+        finish(made, made.submit(wrong[2], 60))
+        assert 10_000 < made.num_failure_bytes <= 12_000
+        assert made.submit(wrong[0], 60).error is errors[0]
+        assert made.submit(wrong[2], 60).is_done and not made.submit(wrong[1], 60).is_done
+    finally:
+        made.close()
+
+
 @pytest.mark.parametrize(
     ("source", "said"),
     [
@@ -150,6 +165,29 @@ def test_a_worker_that_died_idle_is_replaced(compiler) -> None:
     while process.is_alive:
         time.sleep(0.01)
     assert finish(compiler, compiler.submit(regex("ww"), 60)).grammar is not None
+
+
+@pytest.mark.parametrize("size", [1, 200_000])
+def test_a_worker_that_stands_still_is_given_up(compiler, size) -> None:
+    """It does not even take in a text that is longer than the pipe."""
+    finish(compiler, compiler.submit(regex("u"), 60))
+    (process,) = compiler._processes
+    os.kill(process.pid, signal.SIGSTOP)
+    job = finish(compiler, compiler.submit(regex("uu" * size), 0.5), 30)
+    assert job.error.code == "grammar_timeout" and "after 0.5 s" in job.error.message
+    assert finish(compiler, compiler.submit(regex("uv"), 60)).grammar is not None
+
+
+def test_a_worker_that_does_not_start_in_time_is_no_fault_of_the_grammar(vocabulary, monkeypatch) -> None:
+    made = GrammarCompiler(vocabulary, num_workers=1, cache_bytes=0)
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr("deepinfer.core.grammar.compiler.START_SECONDS", 0.01)
+            error = finish(made, made.submit(regex("a"), 60)).error
+        assert error.code == "grammar_failed" and "starting up was not done after 0.01 s" in error.message
+        assert finish(made, made.submit(regex("a"), 60)).grammar is not None
+    finally:
+        made.close()
 
 
 def test_an_interrupt_from_the_terminal_reaches_no_worker(compiler) -> None:
@@ -236,6 +274,35 @@ def test_plain_requests_go_on_while_a_grammar_compiles_sx_5(engine) -> None:
     assert order[1].error.code == "grammar_timeout" and order[1].outputs[0].finish_reason == "error"
 
 
+def test_a_request_waits_for_a_worker_for_a_bounded_time(engine, monkeypatch) -> None:
+    """Requests for the grammar under way do wait for it, and so does who asks once the worker is free."""
+    monkeypatch.setattr(engine._intake._grammars, "queue_timeout", 0.5)
+    engine.add_request("slow", [5, 6], constrained(grammar=endless("s"), timeout=600))
+    while engine._intake._compiling["slow"].job.is_queued:
+        time.sleep(0.01)
+    late = constrained(regex="[q-s]+"), constrained(regex="[q-s]+")
+    engine.add_request("behind", [5, 6], late[0])
+    time.sleep(0.3)
+    engine.add_request("later", [5, 6], late[1])  # shares the grammar, but has its own time
+    engine.add_request("same", [5, 7], constrained(grammar=endless("s"), timeout=600))
+    began, ended = time.monotonic(), {}
+    while len(ended) < 2:
+        for output in engine.step():
+            ended[output.request_id] = time.monotonic() - began, output
+    assert list(ended) == ["behind", "later"] and ended["later"][0] >= 0.49
+    for _, output in ended.values():
+        assert output.error.code == "grammar_queue_timeout" and output.outputs[0].finish_reason == "error"
+        assert "within 0.5 s" in output.error.message and "grammar_queue_timeout" in output.error.message
+    assert engine.stats().num_compiling == 2  # the others are none the worse for it
+    assert engine.abort("slow") and engine.abort("same")
+    monkeypatch.undo()
+    engine.add_request("next", [5, 6], constrained(regex="[q-s]{3}"))
+    done = []
+    while engine.has_unfinished():
+        done += engine.step()
+    assert done[-1].request_id == "next" and done[-1].error is None
+
+
 def test_a_request_can_be_aborted_while_its_grammar_compiles(engine) -> None:
     params = constrained(grammar=endless("v"), timeout=600)
     engine.add_request("slow", [5, 6], params)
@@ -275,3 +342,18 @@ def test_the_deadline_is_the_engines_where_the_request_names_none(tokenizer) -> 
     spec = StructuredOutput(choice=["b"], timeout=2.0)
     assert service.submit(spec, service.source(spec)).timeout == 2.0
     service.close()
+
+
+def test_a_form_that_was_refused_is_not_read_again(tokenizer, monkeypatch) -> None:
+    """`AsyncLLM` has it refused before the engine's thread is asked, which is to lose no time."""
+    read = []
+    source_of = service_module.source_of
+    monkeypatch.setattr(service_module, "source_of", lambda *args: (read.append(1), source_of(*args))[1])
+    service = GrammarService(tokenizer, VOCAB, (EOS,))
+    errors = []
+    for _ in range(2):
+        with pytest.raises(StructuredOutputError, match="'root' can never match") as caught:
+            service.source(StructuredOutput(grammar="root ::= root"))
+        errors.append(caught.value)
+    service.close()
+    assert len(read) == 1 and errors[0] is not errors[1]
