@@ -32,7 +32,12 @@ BACKEND = Backend(
     "cuda_sm100",
     device_type="cuda",
     probe=_probe,
-    op_modules=("deepinfer.backends.cuda_sm100.kernels",),
+    op_modules=(
+        "deepinfer.backends.cuda_sm100.kernels",
+        "deepinfer.backends.cuda_sm100.linear",
+        "deepinfer.backends.cuda_sm100.attention",
+        "deepinfer.backends.cuda_sm100.portable",
+    ),
     runtime=_runtime,
     priority=20,
     emulation=_emulation,

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from deepinfer.backends.cuda_sm90 import BACKEND
 from deepinfer.backends.cuda_sm90.device import num_processors
-from deepinfer.backends.nvidia.nvrtc import CudaFunction, CudaProgram
+from deepinfer.backends.nvidia.nvrtc import CudaFunction, CudaProgram, architecture_of
 from deepinfer.backends.nvidia.registry import KernelPlan
 from deepinfer.backends.nvidia.selection import topk_select as triton_topk_select
 from deepinfer.backends.nvidia.tensors import new_like, next_pow2, packed
@@ -66,7 +66,7 @@ def blocks_of_row(rows: int, columns: int, processors: int) -> int:
 @lru_cache(maxsize=128)
 def _function(device: int, half: bool, cluster: int, num_bytes: int) -> CudaFunction:
     with torch.cuda.device(device):
-        return CudaFunction(program(half, cluster), "sm_90a", num_bytes)
+        return CudaFunction(program(half, cluster), architecture_of(device), num_bytes)
 
 
 def run(x: Tensor, k: int, lens: Tensor, *, out: Tensor | None = None) -> Tensor:
@@ -94,7 +94,7 @@ def _suits(dims: Dims) -> bool:
     index_ops.topk_select,
     when=_suits,
     priority=10,
-    sources=("cuda/hopper.cuh", "cuda/topk.cu", "../nvidia/nvrtc.py", "../nvidia/selection.py"),
+    sources=("cuda/hopper.cuh", "cuda/topk.cu", "device.py", "../nvidia/nvrtc.py", "../nvidia/selection.py"),
     interpreted=False,
 )
 def topk_select_onepass(dims: Dims, ctx: BindContext) -> Plan:

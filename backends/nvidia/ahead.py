@@ -6,7 +6,7 @@ import re
 import subprocess
 import tempfile
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
@@ -35,6 +35,8 @@ _TYPES: Final = {
 }
 _NUMBERS: Final = {"tl.int32": "i32", "tl.int64": "i64", "tl.uint32": "u32", "tl.float32": "fp32"}
 CUOBJDUMP: Final = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+_MATRIX: Final = re.compile(r"\b(UTC\w*MMA|HGMMA|QGMMA|HMMA|QMMA|IMMA|OMMA)\b")
+_KINDS: Final = re.compile(r"tcgen05\.mma\.cta_group::\d\.(kind::\w+(?:\.block_scale)?)")
 _SPILLS: Final = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
 _USAGE: Final = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)")
 
@@ -47,20 +49,46 @@ class Compiled:
         name: of the kernel.
         capability: 90, 100 or 103.
         ptx: its PTX.
+        code: its machine code.
         registers: of a thread.
+        stack_bytes: of a thread: what it has outside registers for any reason.
         spilled_bytes: stores and loads of what does not fit in registers, per thread.
+        shared_bytes: dynamic shared memory of a block.
     """
 
     name: str
     capability: int
     ptx: str
+    code: bytes = field(repr=False)
     registers: int
+    stack_bytes: int
     spilled_bytes: int
+    shared_bytes: int
+
+    @property
+    def target(self) -> str:
+        """The architecture that its PTX is for."""
+        return self.ptx.partition(".target ")[2].split()[0].rstrip(",")
+
+    def instructions(self) -> str:
+        """Its machine code as text."""
+        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+            file.write(self.code)
+            file.flush()
+            return _output([CUOBJDUMP, "--dump-sass", file.name])
+
+    def matrix_instructions(self) -> frozenset[str]:
+        """The kinds of matrix instruction that it has, as the machine names them, less their shapes: UTCHMMA, HGMMA."""
+        return frozenset(_MATRIX.findall(self.instructions())) if "mma" in self.ptx else frozenset()
+
+    def asynchronous_kinds(self) -> frozenset[str]:
+        """What its `tcgen05.mma` multiply, as PTX names it: kind::f16, kind::mxf8f6f4.block_scale."""
+        return frozenset(_KINDS.findall(self.ptx))
 
 
 def form_of(launch: Launch) -> tuple[Any, ...]:
     """What of a launch chooses compiled code: two launches of equal form run the same."""
-    return (launch.kernel, _signature(launch), tuple(launch.constants.items()), launch.num_warps, launch.num_stages)
+    return (launch.kernel, signature_of(launch), tuple(launch.constants.items()), launch.num_warps, launch.num_stages)
 
 
 def distinct(launches: Iterable[Launch]) -> list[Launch]:
@@ -80,7 +108,7 @@ def compile_ahead(launch: Launch, capability: int) -> Compiled:
     """
     function = launch.kernel.jit
     names = list(function.arg_names)
-    signature = dict(_signature(launch))
+    signature = dict(signature_of(launch))
     constants = {name: None for name, kind in signature.items() if kind == "constexpr"} | launch.constants
     aligned = {
         (names.index(name),): [["tt.divisibility", 16]] for name, kind in signature.items() if kind.startswith("*")
@@ -93,12 +121,22 @@ def compile_ahead(launch: Launch, capability: int) -> Compiled:
     )
     options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages, "enable_fp_fusion": False}
     made = triton.compile(source, target=GPUTarget("cuda", capability, WARP), options=options)
-    registers, local_bytes = resource_usage(made.asm["cubin"])
-    spilled = _spilled_bytes(made.asm["ptx"], capability) if local_bytes else 0
-    return Compiled(function.__name__, capability, made.asm["ptx"], registers, spilled)
+    registers, stack = resource_usage(made.asm["cubin"])
+    spilled = _spilled_bytes(made.asm["ptx"], capability) if stack else 0
+    return Compiled(
+        function.__name__,
+        capability,
+        made.asm["ptx"],
+        made.asm["cubin"],
+        registers,
+        stack,
+        spilled,
+        made.metadata.shared,
+    )
 
 
-def _signature(launch: Launch) -> tuple[tuple[str, str], ...]:
+def signature_of(launch: Launch) -> tuple[tuple[str, str], ...]:
+    """Run-time parameters by name, with types as Triton spells them; "constexpr" for a pointer that is not there."""
     kinds = []
     annotations = launch.kernel.jit.fn.__annotations__
     for name, value in zip(launch.kernel.jit.arg_names, launch.args, strict=False):
@@ -131,7 +169,15 @@ def _spilled_bytes(ptx: str, capability: int) -> int:
         file = Path(folder) / "kernel.ptx"
         file.write_text(ptx)
         text = _output(
-            [assembler, "-v", f"--gpu-name={target[1]}", str(file), "-o", str(Path(folder) / "kernel.cubin")]
+            [
+                assembler,
+                "-v",
+                "--fmad=false",
+                f"--gpu-name={target[1]}",
+                str(file),
+                "-o",
+                str(Path(folder) / "kernel.cubin"),
+            ]
         )
     return sum(int(stores) + int(loads) for stores, loads in _SPILLS.findall(text))
 

@@ -6,15 +6,17 @@ online: probabilities are rounded to bfloat16 against the running maximum, the d
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from deepinfer.backends.nvidia.launch import device_function, kernel
-from deepinfer.backends.nvidia.records import KIND, load_record
+from deepinfer.backends.nvidia.records import KIND, load_whole
 from deepinfer.backends.nvidia.registry import KERNELS
-from deepinfer.backends.nvidia.tensors import new_like, next_pow2, packed
+from deepinfer.backends.nvidia.tensors import new_like, next_pow2, packed, vector_width
 from deepinfer.ops import attention as attention_ops
 from deepinfer.ops.formats import PagedCache
 
@@ -37,17 +39,15 @@ def _attend(
     WIDE: tl.constexpr,
     ROUNDED: tl.constexpr,
     KEYS: tl.constexpr,
+    VEC: tl.constexpr,
 ) -> tl.tensor:
     """One list of slots; returns the running maximum, sum and output."""
-    channel = tl.arange(0, BLOCK)[None, :]
     for first in range(0, num_columns, KEYS):
         column = first + tl.arange(0, KEYS)
         slot = tl.load(slots + column, mask=column < num_columns, other=-1)
         ok = slot >= 0
-        live = ok[:, None] & (channel < DIM)
         # a hole reads nothing: page 0 may hold NaN, and NaN times a probability of 0 is NaN
-        keys = load_record(cache, tl.where(ok, slot, 0)[:, None], page_bytes, channel, live, RECORDS, KIND, DIM)
-        keys = keys.to(WIDE)
+        keys = load_whole(cache, tl.where(ok, slot, 0), ok, page_bytes, RECORDS, KIND, DIM, BLOCK, VEC, WIDE)
         scores = tl.dot(query, tl.trans(keys), input_precision="ieee") * softmax_scale
         scores = tl.where(ok[None, :], scores, -float("inf"))
         best = tl.maximum(top, tl.max(scores, 1))
@@ -92,6 +92,8 @@ def _sparse_attn(
     KEYS: tl.constexpr,
     WIDE: tl.constexpr,
     ROUNDED: tl.constexpr,
+    WINDOW_VEC: tl.constexpr,
+    KV_VEC: tl.constexpr,
 ) -> None:
     """Grid (rows, blocks of heads)."""
     row = tl.program_id(0).to(tl.int64)
@@ -120,6 +122,7 @@ def _sparse_attn(
         WIDE,
         ROUNDED,
         KEYS,
+        WINDOW_VEC,
     )
     if kv is not None:
         top, total, o = _attend(
@@ -139,6 +142,7 @@ def _sparse_attn(
             WIDE,
             ROUNDED,
             KEYS,
+            KV_VEC,
         )
     shift = tl.where(top == -float("inf"), 0.0, top)
     below = total + tl.exp(tl.load(sink + head, mask=head_ok, other=0.0) - shift)
@@ -146,6 +150,37 @@ def _sparse_attn(
     place = (row * num_heads + head[:, None]) * DIM + channel[None, :]
     tl.store(out + place, o.to(out.dtype.element_ty), mask=live)
     tl.store(lse + row * num_heads + head, tl.log(total) + shift, mask=head_ok)
+
+
+@dataclass(frozen=True)
+class Tile:
+    """What one program works on.
+
+    Attributes:
+        heads: of a row.
+        keys: of a step.
+        warps: of the program.
+        stages: depth of the pipeline over steps.
+    """
+
+    heads: int
+    keys: int
+    warps: int
+    stages: int
+
+
+def _tile(num_heads: int, block: int, single: bool) -> Tile:
+    """Sizes at which output, query and a step of keys stay in registers."""
+    covering = max(next_pow2(num_heads), 16)
+    if single:
+        return Tile(16, 16, 4, 2)
+    heads = min(covering, 32)
+    return Tile(heads, 32, 8 if block * heads >= 8192 else 4, 1)
+
+
+def is_single(q: Tensor, *caches: PagedCache | None) -> bool:
+    """Whether queries or records are float32, which bfloat16 would round."""
+    return q.dtype == torch.float32 or any(cache is not None and cache.format.kind == "f32" for cache in caches)
 
 
 @KERNELS.implements(attention_ops.sparse_attn, sources=("records.py",))
@@ -159,22 +194,25 @@ def sparse_attn(
     attn_sink: Tensor,
     *,
     out: tuple[Tensor, Tensor] | None = None,
+    tile: Tile | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Records are decoded tile by tile; plain float32 records are multiplied as float32."""
+    """Records are decoded tile by tile; plain float32 records are multiplied as float32.
+
+    `tile` is for a backend that knows better; float32 operands need the default.
+    """
     num_rows, num_heads, dim = q.shape
     o = new_like(out[0] if out else None, (num_rows, num_heads, dim), q.dtype, q.device)
     lse = new_like(out[1] if out else None, (num_rows, num_heads), torch.float32, q.device)
     if kv_slots is None:
         kv_cache = None
-    kinds = {cache.format.kind for cache in (window_cache, kv_cache) if cache is not None}
-    single = q.dtype == torch.float32 or "f32" in kinds
+    single = is_single(q, window_cache, kv_cache)
     q = q if q.stride(2) == 1 else q.contiguous()
     window_slots = _columns_together(window_slots)
     kv_slots = None if kv_slots is None else _columns_together(kv_slots)
     block = max(next_pow2(dim), 32)
-    heads = min(max(next_pow2(num_heads), 16), 64 if not single else 16)
+    tile = _tile(num_heads, block, single) if tile is None else tile
     _sparse_attn(
-        (num_rows, triton.cdiv(num_heads, heads)),
+        (num_rows, triton.cdiv(num_heads, tile.heads)),
         o,
         lse,
         q,
@@ -199,11 +237,14 @@ def sparse_attn(
         KV_KIND=0 if kv_cache is None else KIND[kv_cache.format.kind],
         DIM=dim,
         BLOCK=block,
-        HEADS=heads,
-        KEYS=16 if single else 32,
+        HEADS=tile.heads,
+        KEYS=tile.keys,
         WIDE=tl.float32 if single else tl.bfloat16,
         ROUNDED=q.dtype == torch.bfloat16,
-        num_warps=8 if block * heads >= 16384 else 4,
+        WINDOW_VEC=vector_width(window_cache.data.stride(0)),
+        KV_VEC=1 if kv_cache is None else vector_width(kv_cache.data.stride(0)),
+        num_warps=tile.warps,
+        num_stages=tile.stages,
     )
     return o, lse
 

@@ -66,6 +66,7 @@ def _patch(interpreter: Any) -> None:
     builder, handle = interpreter.InterpreterBuilder, interpreter.TensorHandle
     plain_convert, plain_binary = interpreter._convert_float, builder.binary_op
     plain_unary, plain_dot, plain_cast = builder.unary_op, builder.create_dot, builder.cast_impl
+    decode = interpreter._prepare_dot_scaled_operand
 
     def convert(data: Any, source: Any, target: Any, rounding: Any) -> Any:
         if source.name in _TORCH and target.name in _TORCH:
@@ -105,6 +106,27 @@ def _patch(interpreter: Any) -> None:
         product = np.matmul(double(left), double(right)).astype(np.float32)
         return handle(product + acc.data, tl.float32)
 
+    def create_dot_scaled(
+        self: Any,
+        left: Any,
+        left_scale: Any,
+        left_format: Any,
+        right: Any,
+        right_scale: Any,
+        right_format: Any,
+        fast_math: bool,
+        left_packed: bool,
+        right_packed: bool,
+        acc: Any,
+    ) -> Any:
+        exact = [
+            decode(*operand, tl.bfloat16, is_right).astype(np.float64)
+            for is_right, operand in enumerate(
+                ((left, left_scale, left_format, left_packed), (right, right_scale, right_format, right_packed))
+            )
+        ]
+        return handle(np.matmul(*exact).astype(np.float32) + acc.data, tl.float32)
+
     def cast_impl(self: Any, x: Any, target: Any) -> Any:
         source, kind = x.dtype.scalar, target.scalar
         if tl.bfloat16 in (source, kind) and source != kind:
@@ -119,6 +141,7 @@ def _patch(interpreter: Any) -> None:
     interpreter._convert_float = convert
     builder.binary_op, builder.unary_op = binary_op, unary_op
     builder.create_dot, builder.cast_impl = create_dot, cast_impl
+    builder.create_dot_scaled = create_dot_scaled
 
 
 def _single(x: Any, handle: Any) -> Any:

@@ -7,7 +7,7 @@ from typing import Any, Final
 import triton.language as tl
 from torch import Tensor
 
-from deepinfer.backends.nvidia.codes import encode, load_values, pack_pairs
+from deepinfer.backends.nvidia.codes import e2m1_value, e4m3_value, encode, load_values, pack_pairs, scale_value
 from deepinfer.backends.nvidia.launch import device_function
 from deepinfer.backends.nvidia.tensors import next_pow2
 from deepinfer.ops.formats import PagedCache
@@ -161,3 +161,74 @@ def load_record(
         return bits.to(tl.float32, bitcast=True)
     else:
         return load_values(cache + code_place, cache + scale_place, place, mask, KIND)
+
+
+@device_function
+def load_coded(
+    codes_at: tl.tensor,
+    scales_at: tl.tensor,
+    there: tl.tensor,
+    FMT: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WIDE: tl.constexpr,
+) -> tl.tensor:
+    """[R, BLOCK] of WIDE, a vector of codes in each row: each code and each scale is loaded once, in wide loads.
+
+    Args:
+        codes_at: [R, 1] where the codes of a row start.
+        scales_at: [R, 1] where its scales start.
+        there: [R, 1] which rows are read; the others are 0, as is what stands behind DIM.
+        FMT: the format.
+        DIM: values in a row.
+        BLOCK: a power of two that covers DIM.
+        WIDE: float32, or bfloat16, which holds codes, scales and their products exactly.
+    """
+    group: tl.constexpr = 16 if FMT == 3 else 32
+    number = tl.arange(0, BLOCK // group)[None, :]
+    scales = tl.load(scales_at + number, mask=there & (number * group < DIM), other=0)
+    if FMT == 1:
+        place = tl.arange(0, BLOCK)[None, :]
+        value = e4m3_value(tl.load(codes_at + place, mask=there & (place < DIM), other=0))
+    else:
+        pairs = tl.arange(0, BLOCK // 2)[None, :]
+        both = tl.load(codes_at + pairs, mask=there & (pairs < DIM // 2), other=0)
+        value = tl.reshape(tl.join(e2m1_value(both), e2m1_value(both >> 4)), (there.shape[0], BLOCK))
+    grouped = tl.reshape(value.to(WIDE), (there.shape[0], BLOCK // group, group))
+    return tl.reshape(grouped * scale_value(scales, FMT).to(WIDE)[:, :, None], (there.shape[0], BLOCK))
+
+
+@device_function
+def load_whole(
+    cache: tl.tensor,
+    slot: tl.tensor,
+    ok: tl.tensor,
+    page_bytes: tl.tensor,
+    RECORDS: tl.constexpr,
+    KIND: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
+    VEC: tl.constexpr,
+    WIDE: tl.constexpr,
+) -> tl.tensor:
+    """[R, BLOCK] of WIDE, a record in each row.
+
+    Args:
+        cache: bytes of the pool.
+        slot: [R], valid where `ok` is on.
+        ok: [R] which records are read; the others are 0, as is what stands behind DIM.
+        page_bytes: from page to page.
+        RECORDS: records per page.
+        KIND: of the records.
+        DIM: values in a record.
+        BLOCK: a power of two that covers DIM.
+        VEC: divides `page_bytes`.
+        WIDE: as in `load_coded`.
+    """
+    there = ok[:, None]
+    if KIND == 0:
+        place = tl.arange(0, BLOCK)[None, :]
+        return load_record(cache, slot[:, None], page_bytes, place, there & (place < DIM), RECORDS, KIND, DIM).to(WIDE)
+    else:
+        codes_at, scales_at = record_places(slot[:, None], page_bytes, RECORDS, KIND, DIM, VEC)
+        return load_coded(cache + codes_at, cache + scales_at, there, KIND, DIM, BLOCK, WIDE)

@@ -13,16 +13,36 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deepinfer.backends.nvidia.codes import load_values
 from deepinfer.backends.nvidia.launch import device_function, kernel
-from deepinfer.backends.nvidia.records import KIND, load_record
+from deepinfer.backends.nvidia.records import KIND, load_coded, load_whole
 from deepinfer.backends.nvidia.registry import KERNELS
-from deepinfer.backends.nvidia.tensors import FORMAT, new_like, next_pow2, packed
+from deepinfer.backends.nvidia.tensors import FORMAT, new_like, next_pow2, packed, vector_width
 from deepinfer.ops import index as index_ops
 from deepinfer.ops.formats import PagedCache, QTensor
 
 _KEYS: Final = 64
 _SOURCES: Final = ("records.py",)
+
+
+@device_function
+def _vectors(
+    data: tl.tensor,
+    scale: tl.tensor,
+    at: tl.tensor,
+    there: tl.tensor,
+    DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
+    FMT: tl.constexpr,
+    WIDE: tl.constexpr,
+) -> tl.tensor:
+    """[R, BLOCK] vectors number `at` [R, 1], plain or coded, zero where `there` [R, 1] is off and behind DIM."""
+    if FMT == 0:
+        channel = tl.arange(0, BLOCK)[None, :]
+        return tl.load(data + at * DIM + channel, mask=there & (channel < DIM), other=0.0).to(WIDE)
+    else:
+        packing: tl.constexpr = 1 if FMT == 1 else 2
+        groups: tl.constexpr = (DIM + 31) // 32
+        return load_coded(data + at * (DIM // packing), scale + at * groups, there, FMT, DIM, BLOCK, WIDE)
 
 
 @device_function
@@ -39,16 +59,7 @@ def _query(
 ) -> tl.tensor:
     """[HEADS, BLOCK] index heads of a row, zero outside."""
     head = tl.arange(0, HEADS)[:, None]
-    channel = tl.arange(0, BLOCK)[None, :]
-    live = (head < num_heads) & (channel < DIM)
-    if Q_FMT == 0:
-        place = (row * num_heads + head) * DIM + channel
-        return tl.load(q + place, mask=live, other=0.0).to(WIDE)
-    else:
-        groups: tl.constexpr = (DIM + 31) // 32
-        at = row * num_heads + head
-        packing: tl.constexpr = 1 if Q_FMT == 1 else 2
-        return load_values(q + at * (DIM // packing), q_scale + at * groups, channel, live, Q_FMT).to(WIDE)
+    return _vectors(q, q_scale, row * num_heads + head, head < num_heads, DIM, BLOCK, Q_FMT, WIDE)
 
 
 @device_function
@@ -62,18 +73,18 @@ def _score(
     HEADS: tl.constexpr,
     ROUNDED: tl.constexpr,
 ) -> tl.tensor:
-    """[keys] float32."""
+    """[keys] float32. Keys are the first operand: their number fills the instruction's rows, that of heads may not."""
     head = tl.arange(0, HEADS)
     weight = tl.load(weights + row * weights_pitch + head, mask=head < num_heads, other=0.0).to(tl.float32)
-    dots = tl.dot(query, tl.trans(keys), input_precision="ieee")
+    dots = tl.dot(keys, tl.trans(query), input_precision="ieee")
     if ROUNDED:
         dots = dots.to(tl.bfloat16).to(tl.float32)
     # a comparison with NaN is false either way round, and relu keeps NaN
-    gated = tl.where(dots < 0.0, 0.0, dots) * weight[:, None]
-    gated = tl.where((head < num_heads)[:, None], gated, 0.0)
+    gated = tl.where(dots < 0.0, 0.0, dots) * weight[None, :]
+    gated = tl.where((head < num_heads)[None, :], gated, 0.0)
     if ROUNDED:
         gated = gated.to(tl.bfloat16).to(tl.float32)
-    total = tl.sum(gated, 0)
+    total = tl.sum(gated, 1)
     return total.to(tl.bfloat16).to(tl.float32) if ROUNDED else total
 
 
@@ -105,6 +116,7 @@ def _stored(
     Q_FMT: tl.constexpr,
     WIDE: tl.constexpr,
     ROUNDED: tl.constexpr,
+    VEC: tl.constexpr,
 ) -> None:
     """Grid (rows, tiles of columns). With CANDIDATE 0 column j is position j, else columns are of candidate blocks."""
     row = tl.program_id(0).to(tl.int64)
@@ -122,9 +134,7 @@ def _stored(
     sequence = tl.load(row_to_seq + row).to(tl.int64)
     page = tl.load(block_table + sequence * table_pitch + place, mask=ok, other=0).to(tl.int64)
     slot = page * RECORDS + position % RECORDS
-    channel = tl.arange(0, BLOCK)[None, :]
-    live = ok[:, None] & (channel < DIM)
-    keys = load_record(cache, slot[:, None], page_bytes, channel, live, RECORDS, CACHE_KIND, DIM).to(WIDE)
+    keys = load_whole(cache, slot, ok, page_bytes, RECORDS, CACHE_KIND, DIM, BLOCK, VEC, WIDE)
     query = _query(q, q_scale, row, num_heads, DIM, BLOCK, HEADS, Q_FMT, WIDE)
     score = _score(query, keys, weights, row, num_heads, weights_pitch, HEADS, ROUNDED)
     tl.store(out + row * num_columns + column, tl.where(ok, score, -float("inf")), mask=inside)
@@ -157,15 +167,7 @@ def _ragged(
     column = tl.program_id(1) * KEYS + tl.arange(0, KEYS)
     key = tl.load(starts + row).to(tl.int64) + column
     ok = key < tl.load(ends + row)
-    channel = tl.arange(0, BLOCK)[None, :]
-    live = ok[:, None] & (channel < DIM)
-    if K_FMT == 0:
-        keys = tl.load(k + key[:, None] * DIM + channel, mask=live, other=0.0).to(WIDE)
-    else:
-        packing: tl.constexpr = 1 if K_FMT == 1 else 2
-        groups: tl.constexpr = (DIM + 31) // 32
-        at = key[:, None]
-        keys = load_values(k + at * (DIM // packing), k_scale + at * groups, channel, live, K_FMT).to(WIDE)
+    keys = _vectors(k, k_scale, key[:, None], ok[:, None], DIM, BLOCK, K_FMT, WIDE)
     query = _query(q, q_scale, row, num_heads, DIM, BLOCK, HEADS, Q_FMT, WIDE)
     score = _score(query, keys, weights, row, num_heads, weights_pitch, HEADS, ROUNDED)
     tl.store(out + row * num_columns + column, tl.where(ok, score, -float("inf")), mask=column < num_columns)
@@ -227,6 +229,7 @@ def _stored_scores(
         Q_FMT=fmt,
         WIDE=tl.float32 if single else tl.bfloat16,
         ROUNDED=weights.dtype == torch.bfloat16,
+        VEC=vector_width(cache.data.stride(0)),
     )
     return y
 

@@ -1,9 +1,9 @@
 """Run some cases of ops in Triton's interpreter; run as a program, writes JSON.
 
-    python emulated_worker.py OUTPUT OP[,OP...]
+    python emulated_worker.py OUTPUT OP[,OP...] BACKEND
 
 Most cases are run for their values; one per op also in other layouts and batches, where that does not take long. All of
-them: `deepinfer conformance --backend cuda_sm90 --emulate`.
+them: `deepinfer conformance --backend NAME --emulate`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+from deepinfer.conformance.runner import make_case, run_case
+from deepinfer.ops.backend import Backend
+from deepinfer.ops.catalog import defined_ops
 from deepinfer.ops.registry import find_emulated
 from deepinfer.ops.spec import Case, OpSpec
 
@@ -21,24 +24,36 @@ QUICK_SECONDS = 0.25
 """A case that took no longer for its value is also run in other layouts and batches."""
 
 
-def chosen(op: OpSpec[..., Any]) -> list[Case]:
-    """Three cases spread over those with rows, none of them with far addresses."""
-    cases = [c for c in op.cases() if c.tag == "small" and "2^31" not in c.name and not c.name.startswith("MN-5")]
+def chosen(op: OpSpec[..., Any], backend: Backend) -> list[Case]:
+    """Three cases spread over those with rows, none of them with far addresses.
+
+    Where a backend has a kernel of its own beside the shared one, they are cases of that, with the model's shapes if it
+    takes no others.
+    """
+    near = [c for c in op.cases() if "2^31" not in c.name and not c.name.startswith("MN-5")]
+    small = [case for case in near if case.tag == "small"]
+    own = [i for i in backend.implementations if i.op == op and i.priority > 0]
+    if not own:
+        return spread(small)
+    taken = [case for case in near if any(i.when(op.static_dims(make_case(op, case).args)) for i in own)]
+    return spread([case for case in taken if case.tag == "small"] or taken)
+
+
+def spread(cases: list[Case]) -> list[Case]:
+    """Three of them, from the first fifth, the middle and the last."""
     count = len(cases)
     return [cases[place] for place in sorted({count // 5, count // 2, 4 * count // 5})]
 
 
-def main(output: str, ops: str) -> None:
+def main(output: str, ops: str, name_of_backend: str) -> None:
     """Run and write one entry per case."""
-    backend = find_emulated("cuda_sm90")
-    from deepinfer.conformance.runner import make_case, run_case
+    backend = find_emulated(name_of_backend)
     from deepinfer.conformance.subject import open_runtime, resolve
-    from deepinfer.ops.catalog import defined_ops
 
     runtime, report = open_runtime(backend), []
     for name in ops.split(","):
         op, whole = defined_ops()[name], False
-        for case in chosen(op):
+        for case in chosen(op, backend):
             made = make_case(op, case)
             subject = resolve(backend, runtime, op, op.static_dims(made.args))
             began = time.perf_counter()
@@ -50,6 +65,7 @@ def main(output: str, ops: str) -> None:
                     "op": name,
                     "case": case.name,
                     "native": result.native,
+                    "implementation": result.implementation,
                     "status": result.status,
                     "detail": result.detail,
                     "checks": len(result.checks),

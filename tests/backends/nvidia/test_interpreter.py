@@ -36,6 +36,16 @@ def product(out, x, y, n: tl.constexpr):
     tl.store(out + at, tl.dot(tl.load(x + at), tl.load(y + at)))
 
 @triton.jit
+def scaled(out, x, xs, y, ys, rows: tl.constexpr, depth: tl.constexpr):
+    i, k, g = tl.arange(0, rows), tl.arange(0, depth), tl.arange(0, depth // 32)
+    half = tl.arange(0, depth // 2)
+    left, left_scale = tl.load(x + i[:, None] * (depth // 2) + half), tl.load(xs + i[:, None] * (depth // 32) + g)
+    right, right_scale = tl.load(y + i[:, None] * depth + k), tl.load(ys + i[:, None] * (depth // 32) + g)
+    total = tl.zeros((rows, rows), tl.float32)
+    total = tl.dot_scaled(left, left_scale, "e2m1", tl.trans(right), right_scale, "e4m3", total)
+    tl.store(out + i[:, None] * rows + i[None, :], total)
+
+@triton.jit
 def scalar_mask(out, flag, n: tl.constexpr):
     i = tl.arange(0, n)
     tl.store(out + i, i, mask=(i < 5) & (tl.load(flag) >= 0))
@@ -54,6 +64,19 @@ a, b = (torch.randn(16, 16, generator=g).to(torch.bfloat16) for _ in range(2))
 out = torch.empty(16, 16)
 product[(1,)](out, a, b, 16)
 assert (out - a.float() @ b.float()).abs().max() < 1e-5
+from deepinfer.ops.formats import QTensor
+from deepinfer.ops.quant import dequantize
+def codes(width):
+    data = torch.randint(0, 256, (16, width), dtype=torch.uint8, generator=g)
+    return torch.where((data & 0x7F) == 0x7F, 0, data)
+scales = torch.randint(100, 150, (2, 16, 4), dtype=torch.uint8, generator=g)
+scales[0, 0, 0], scales[1, 1, 1] = 0, 255  # 2^-127 and NaN
+x, y = QTensor(codes(64), scales[0], "mxfp4"), QTensor(codes(128), scales[1], "mxfp8")
+scaled[(1,)](out, x.data, x.scale, y.data, y.scale, 16, 128)
+want = (dequantize(x, torch.float64) @ dequantize(y, torch.float64).T).float()
+assert want[:, 1].isnan().all() and want.isnan().sum() == 16
+assert torch.equal(out.isnan(), want.isnan())
+assert torch.equal(out.nan_to_num(0.0), want.nan_to_num(0.0))
 marks = torch.zeros(8, dtype=torch.int32)
 scalar_mask[(1,)](marks, torch.tensor([1], dtype=torch.int32), 8)
 assert marks.tolist() == [0, 1, 2, 3, 4, 0, 0, 0]
