@@ -358,8 +358,11 @@ def start():
 
 rng = random.Random(1)
 for _ in range(int(kills)):
+    enough = os.path.getsize(output) + rng.randrange(8000)  # by what is written: how fast that is differs by machine
     pid = start()
-    time.sleep(rng.random() * 0.06)
+    while os.path.getsize(output) < enough:
+        time.sleep(0.0005)
+    time.sleep(rng.random() * 0.005)
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
     with open(output, "rb") as file:
