@@ -1,11 +1,8 @@
 """Kernels of devices that are not here exchange rows between two ranks as well: interpreted, in processes."""
 
-import os
-import socket
-import subprocess
-import sys
-
 import pytest
+
+from deepinfer.testing.launched import launch_ranks
 
 PROGRAM = """
 import sys
@@ -34,18 +31,10 @@ group.close()
 
 @pytest.mark.parametrize("backend", [pytest.param("cuda_sm90", marks=pytest.mark.slow), "ascend950"])
 def test_experts_over_two_ranks_have_the_bits_of_one(backend) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    started = []
-    for rank in range(2):
-        names = {"RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": 1}
-        environment = os.environ | {name: str(value) for name, value in names.items()}
-        command = [sys.executable, "-c", PROGRAM, backend]
-        started.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True))
-    outputs = [process.communicate(timeout=300)[0] for process in started]
-    if all(process.returncode == 77 for process in started):
+    statuses, outputs = launch_ranks(PROGRAM, backend, timeout=300)
+    if statuses == [77, 77]:
         pytest.skip(outputs[0])
-    assert [process.returncode for process in started] == [0, 0], outputs
+    assert statuses == [0, 0], outputs
     for output in outputs:
         lines = output.splitlines()
         assert len(lines) == 4
