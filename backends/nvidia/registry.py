@@ -43,7 +43,7 @@ class KernelPlan:
     def run(self, *inputs: Any, out: Any = None, scratch: Tensor | None = None, **options: Any) -> Any:
         """Launch; without `out` the results are new memory."""
         if self.waits is not None and self.guard is not None:
-            reason = self.waits(*inputs)
+            reason = self.waits(*inputs, **options)
             if reason:
                 with self.guard.permit(reason):
                     return self.function(*inputs, out=out, **options)
