@@ -3,12 +3,13 @@
     python benchmarks/ops.py --backend cuda_sm90 [--op GLOB[,GLOB]] [--shape GLOB] [--invariance on,off] [--json FILE]
 
 A time is the median over replays of a captured graph of several calls (where the device captures; else over plain
-calls), so launch overhead of the host is not in it. Operands and peers are described in `op_work.py`. With
-`--invariance on,off` an op is timed as it runs by default and with `batch_invariant=False`, where another
-implementation is chosen for that; `--peers off` leaves torch out.
+calls), so launch overhead of the host is not in it, but for an op that waits for the host, which its shape says.
+Operands and peers are described in `op_work/`. With `--invariance on,off` an op is timed as it runs by default and
+with `batch_invariant=False`, where another implementation is chosen for that; `--peers off` leaves torch out.
 
 Before it is timed an op runs a few times on the same operands and must give the same bits (D2): rows by the thousand
 show races that the cases of a contract are too small for. What differs is named, not timed, and the exit status is 1.
+What an op writes in place is as it was before each of these runs and before the timed ones.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ _REPEATS: Final = 4
 """Runs of an op whose results must have the same bits."""
 
 
-def time_calls(runtime: Runtime, calls: Calls, run: Callable[..., Any]) -> float:
+def time_calls(runtime: Runtime, calls: Calls, run: Callable[..., Any], *, capturable: bool = True) -> float:
     """Microseconds a call, over argument lists in turn."""
     chosen = [calls[i % len(calls)] for i in range(max(_CALLS, len(calls)))]
 
@@ -54,7 +55,7 @@ def time_calls(runtime: Runtime, calls: Calls, run: Callable[..., Any]) -> float
 
     all_calls()
     runtime.synchronize()
-    replay = runtime.capture(all_calls) if runtime.capabilities.graphs else all_calls
+    replay = runtime.capture(all_calls) if runtime.capabilities.graphs and capturable else all_calls
     replay()
     times = []
     for _ in range(_REPLAYS):
@@ -70,11 +71,18 @@ def time_calls(runtime: Runtime, calls: Calls, run: Callable[..., Any]) -> float
 
 
 def repeats(bound: BoundOp[..., Any], args: dict[str, Any]) -> bool:
-    """Whether runs on the same operands give the same bits, in results and in what they write in place."""
-    written = [args[name] for name in bound.op.mutates]
+    """Whether runs on the same operands give the same bits, in results and in what they write in place.
+
+    What they write is put back behind each of them.
+    """
+    written = tensors_of([args[name] for name in bound.op.mutates])
+    before = [tensor.clone() for tensor in written]
 
     def outcome() -> list[Tensor]:
-        return [*tensors_of(bound(**args)), *(tensor.clone() for tensor in tensors_of(written))]
+        found = [*tensors_of(bound(**args)), *(tensor.clone() for tensor in written)]
+        for tensor, old in zip(written, before, strict=True):
+            tensor.copy_(old)
+        return found
 
     first = outcome()
     return all(
@@ -136,15 +144,22 @@ class OpBench:
                 self.unequal.append(f"{bound.implementation} {work.shape}")
                 print(f"{bound.implementation:40} {work.shape:40} not timed: runs differ", flush=True)
                 continue
-            yield from self._line(work, bound.implementation, calls, bound, invariant)
+            yield from self._line(work, bound.implementation, calls, bound, invariant, capturable=bound.capturable)
         for peer in work.peers if self._peers else ():
             yield from self._line(work, peer.name, peer.calls(), peer.run, None)
 
     def _line(
-        self, work: Work, who: str, calls: Calls, run: Callable[..., Any], invariant: bool | None
+        self,
+        work: Work,
+        who: str,
+        calls: Calls,
+        run: Callable[..., Any],
+        invariant: bool | None,
+        *,
+        capturable: bool = True,
     ) -> Iterator[Line]:
         try:
-            us = time_calls(self.runtime, calls, run)
+            us = time_calls(self.runtime, calls, run, capturable=capturable)
         except RuntimeError as error:  # a peer that this torch lacks for the device, or memory that is not there
             print(f"{who:40} {work.shape:40} not run: {str(error).splitlines()[0][:80]}", flush=True)
             return

@@ -11,18 +11,21 @@ import op_work
 import pytest
 import torch
 from op_lines import Line, Roofs
-from op_work import Peer, Work
+from op_work import Maker, Peer, Sizes, Work, attention, index, products, sampling, steps
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from deepinfer.ops.backend import BindContext
-from deepinfer.ops.contract import static_dims
+from deepinfer.ops.catalog import defined_ops
+from deepinfer.ops.contract import check_arguments, static_dims
 from deepinfer.ops.host import HostRuntime
 from deepinfer.ops.kv import kv_norm_rope_store
 from deepinfer.ops.norm import rms_norm
 from deepinfer.ops.registry import OpTable, find_backend
+from deepinfer.ops.step import rewind
+from deepinfer.ops.trees import tensors_of
 
 # by its place: its name is also that of a source folder
-_SPEC = importlib.util.spec_from_file_location("ops_benchmark", Path(op_work.__file__).with_name("ops.py"))
+_SPEC = importlib.util.spec_from_file_location("ops_benchmark", Path(op_lines.__file__).with_name("ops.py"))
 ops = importlib.util.module_from_spec(_SPEC)
 _SPEC.loader.exec_module(ops)
 
@@ -154,16 +157,102 @@ def test_what_an_op_writes_in_place_must_repeat_as_its_results_do():
     assert ops.repeats(Racy(), {"kv": torch.ones(3), "cache": torch.zeros(4)})
 
 
-@pytest.mark.parametrize("family", [f for f in op_work.FAMILIES if f is not op_work.experts], ids=lambda f: f.__name__)
+def test_runs_of_an_op_begin_with_what_it_writes_in_place_as_it_was():
+    class Bound:
+        op = rewind
+
+        def __call__(self, values, **args):
+            values -= 1
+
+    values = torch.tensor([5, 6])
+    assert ops.repeats(Bound(), {"values": values})
+    assert values.tolist() == [5, 6]
+
+
+def test_an_op_that_no_graph_holds_is_called_for_every_time():
+    runtime, captured = HostRuntime(), []
+
+    def capture(step):
+        captured.append(step)
+        return step
+
+    runtime.capabilities, runtime.capture = replace(runtime.capabilities, graphs=True), capture
+    assert ops.time_calls(runtime, [{}], lambda: None, capturable=False) > 0 and not captured
+    assert ops.time_calls(runtime, [{}], lambda: None) > 0 and len(captured) == 1
+
+
+def maker(sizes=None):
+    context = BindContext(torch.device("cpu"), HostRuntime(), max_tokens=8192)
+    return Maker(OpTable(find_backend("cpu"), context, overrides={}), sizes)
+
+
+def name_of(family):
+    return f"{family.__module__.rpartition('.')[2]}.{family.__name__}"
+
+
+def check_contract(work):
+    arguments = work.op.signature.bind(**work.calls[0])
+    arguments.apply_defaults()
+    check_arguments(work.op.name, work.op.arguments, arguments.arguments)
+    dims = static_dims(work.op.dims, work.calls[0])
+    assert all(isinstance(size, int | str) for size in dims.values()), dims
+    assert work.num_bytes > 0 and work.flops >= 0
+
+
+def test_every_op_is_timed():
+    names = [name for family in op_work.FAMILIES.values() for name in family]
+    assert sorted(names) == sorted(defined_ops())
+
+
+@pytest.mark.parametrize("family", [f for f in op_work.FAMILIES if f is not products.experts], ids=name_of)
 def test_operands_are_what_contracts_ask_for(family):
     """Of every family at its real sizes, without the memory; experts read who has rows, which needs real numbers."""
-    context = BindContext(torch.device("cpu"), HostRuntime(), max_tokens=8192)
     names = set()
     with FakeTensorMode():
-        for work in family(op_work.Maker(OpTable(find_backend("cpu"), context, overrides={}))):
-            work.op.signature.bind(**work.calls[0])
-            dims = static_dims(work.op.dims, work.calls[0])
-            assert all(isinstance(size, int | str) for size in dims.values()), dims
-            assert work.num_bytes > 0 and work.flops >= 0
+        for work in family(maker()):
+            check_contract(work)
             names.add(work.op.name)
     assert names == set(op_work.FAMILIES[family])
+
+
+SMALL = Sizes(few=3, many=20, requests=2, vocabulary=70, experts=7, table_rows=50, image=33, small_image=9)
+LARGE = (
+    products.dense,
+    products.grouped_output,
+    products.plain_dense,
+    products.experts,
+    attention.attend,
+    index.choose,
+)
+"""Families whose products take a host too long."""
+
+
+@pytest.mark.parametrize("family", [f for f in op_work.FAMILIES if f not in LARGE], ids=name_of)
+def test_operands_stay_valid_from_call_to_call(family):
+    """References look at every index: one that is out of bounds is an error."""
+    for work in family(maker(SMALL)):
+        check_contract(work)
+        args = work.calls[0]
+        written = tensors_of([args[name] for name in work.op.mutates])
+        for _ in range(20 if written else 1):
+            results = tensors_of(work.op(**args))
+        assert results or written
+        assert not any(x.isnan().any() for x in (*results, *written))
+        for peer in work.peers:
+            peer.run(**peer.calls()[0])
+
+
+@pytest.mark.parametrize("family", [steps.correction, steps.histories, steps.numbers])
+def test_corrections_of_a_step_change_nothing_more_once_they_are_made(family):
+    for work in family(maker(SMALL)):
+        written = tensors_of([work.calls[0][name] for name in work.op.mutates])
+        work.op(**work.calls[0])
+        once = [x.clone() for x in written]
+        work.op(**work.calls[0])
+        assert all(map(torch.equal, once, written))
+
+
+def test_all_drafts_are_kept_so_that_every_row_of_a_verification_counts():
+    for work in sampling.verified(maker(SMALL)):
+        num_emitted, tokens = work.op(**work.calls[0])
+        assert num_emitted.tolist() == [6, 6] and (tokens >= 0).all()
