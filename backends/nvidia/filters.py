@@ -8,7 +8,7 @@ last.
 
 from __future__ import annotations
 
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Protocol
 
 import torch
 import triton.language as tl
@@ -259,6 +259,25 @@ def room_for_cuts(rows: int, room: Tensor) -> Cuts:
     """`Cuts` in the first bytes of [n] uint8."""
     words = room[: rows * CUT_BYTES].view(torch.int32).view(5, rows)
     return Cuts(words[0], words[1], words[2].view(torch.float32), words[3].view(torch.float32), words[4])
+
+
+class FindCuts(Protocol):
+    """What finds cuts: `find_cuts`, or what a backend has instead of it."""
+
+    def __call__(
+        self,
+        cuts: Cuts,
+        logits: Tensor,
+        temperature: Tensor,
+        top_k: Tensor,
+        top_p: Tensor,
+        min_p: Tensor,
+        cu_seqlens: Tensor | None = None,
+        *,
+        want_total: bool = False,
+    ) -> None:
+        """See `find_cuts`."""
+        ...
 
 
 def find_cuts(

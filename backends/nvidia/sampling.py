@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from deepinfer.backends.nvidia.draws import gumbels, order_key, request_of
-from deepinfer.backends.nvidia.filters import CUT_BYTES, find_cuts, id_tile, kept_ids, room_for_cuts
+from deepinfer.backends.nvidia.filters import CUT_BYTES, FindCuts, find_cuts, id_tile, kept_ids, room_for_cuts
 from deepinfer.backends.nvidia.launch import kernel
 from deepinfer.backends.nvidia.registry import KERNELS
 from deepinfer.backends.nvidia.tensors import new_like, packed, pitch, rows_of
@@ -215,13 +215,14 @@ def process_logits(
     *,
     out: Tensor | None = None,
     scratch: Tensor | None = None,
+    find: FindCuts = find_cuts,
 ) -> Tensor:
-    """A program per row finds its cut; then every id is held against it."""
+    """`find` cuts every row; then every id is held against its row's cut."""
     rows, ids = logits.shape
     out = new_like(out, (rows, ids), torch.float32, logits.device)
     flat, heats = rows_of(logits), packed(temperature)
     cuts = room_for_cuts(rows, room(scratch, rows * CUT_BYTES, logits.device))
-    find_cuts(cuts, flat, heats, packed(top_k), packed(top_p), packed(min_p))
+    find(cuts, flat, heats, packed(top_k), packed(top_p), packed(min_p))
     block = id_tile(ids)
     _apply(
         (rows, -(-ids // block)),
@@ -247,6 +248,8 @@ def draw(
     purpose: int,
     scratch: Tensor,
     cu_seqlens: Tensor | None = None,
+    *,
+    find: FindCuts = find_cuts,
 ) -> None:
     """A token per row of logits, as `sample`; with `cu_seqlens`, filters and keys are one per request.
 
@@ -258,12 +261,13 @@ def draw(
         purpose: of the words.
         scratch: at least CUT_BYTES + DRAW_BYTES per row.
         cu_seqlens: rows of each request; row i of one draws for its output index plus i.
+        find: what filters keep.
     """
     rows, ids = logits.shape
     cuts = room_for_cuts(rows, scratch)
     found = scratch[rows * CUT_BYTES : rows * (CUT_BYTES + DRAW_BYTES)].view(torch.int32).view(2, rows, SPLITS)
     values, tokens = found[0].view(torch.float32), found[1]
-    find_cuts(cuts, logits, *filters, cu_seqlens)
+    find(cuts, logits, *filters, cu_seqlens)
     block = min(id_tile(ids), 1024)
     _best_of_part(
         (rows, SPLITS),
@@ -301,6 +305,7 @@ def sample(
     *,
     out: Tensor | None = None,
     scratch: Tensor | None = None,
+    find: FindCuts = find_cuts,
 ) -> Tensor:
     """Cuts, then sixteen programs per row that draw and compare, then the best of them."""
     rows = logits.shape[0]
@@ -312,6 +317,7 @@ def sample(
         (packed(seeds), packed(output_index), packed(choice), None if anchor is None else packed(anchor)),
         int(purpose),
         room(scratch, rows * (CUT_BYTES + DRAW_BYTES), logits.device),
+        find=find,
     )
     return out
 

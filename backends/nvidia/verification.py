@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from deepinfer.backends.nvidia.draws import gumbels, philox, request_of, uniform
-from deepinfer.backends.nvidia.filters import CUT_BYTES, find_cuts, id_tile, kept_ids, room_for_cuts
+from deepinfer.backends.nvidia.filters import CUT_BYTES, FindCuts, find_cuts, id_tile, kept_ids, room_for_cuts
 from deepinfer.backends.nvidia.launch import kernel
 from deepinfer.backends.nvidia.registry import KERNELS
 from deepinfer.backends.nvidia.sampling import DRAW_BYTES, draw, room
@@ -173,6 +173,7 @@ def verify(
     *,
     out: tuple[Tensor, Tensor] | None = None,
     scratch: Tensor | None = None,
+    find: FindCuts = find_cuts,
 ) -> tuple[Tensor, Tensor]:
     """All rows at once; only the last, small kernel walks through a request.
 
@@ -195,13 +196,13 @@ def verify(
         space = room(scratch, rows * _ROW_BYTES, device)
         drawn = space[: 4 * rows].view(torch.int32)
         rest = space[4 * rows :]
-        draw(drawn, flat, filters, keys, int(Purpose.TARGET), rest, bounds)
+        draw(drawn, flat, filters, keys, int(Purpose.TARGET), rest, bounds, find=find)
         if mode == "rejection" and draft_logits is not None:
             theirs = rows_of(draft_logits)
             own_cuts = room_for_cuts(rows, rest)
             draft_cuts = room_for_cuts(rows, rest[rows * (CUT_BYTES + DRAW_BYTES) :])
-            find_cuts(own_cuts, flat, *filters, bounds, want_total=True)
-            find_cuts(draft_cuts, theirs, *filters, bounds, want_total=True)
+            find(own_cuts, flat, *filters, bounds, want_total=True)
+            find(draft_cuts, theirs, *filters, bounds, want_total=True)
             _reject(
                 (rows,),
                 drawn,
