@@ -22,7 +22,7 @@ from deepinfer.ops.formats import QTensor, QuantFormat
 _FOLDER: Final = Path(__file__).parent / "cuda"
 THREADS: Final = 128
 _DIM: Final = 128
-_HEADS: Final = 16
+_HEADS: Final = 8
 """Of a row, that a warp takes."""
 
 
@@ -68,7 +68,7 @@ def _fits(q: Tensor, cos_sin: Tensor, codes: QTensor) -> bool:
         and width <= _DIM // 2
         and codes.data.is_contiguous()
         and codes.scale.is_contiguous()
-        and codes.data.data_ptr() % 4 == 0
+        and all(t.data_ptr() % 4 == 0 for t in (codes.data, codes.scale))
         and all(t.data_ptr() % 16 == 0 for t in (q, cos_sin))
     )
 

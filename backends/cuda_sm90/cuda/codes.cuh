@@ -66,6 +66,37 @@ __device__ __forceinline__ u32 eight_codes(const u32 (&pairs)[4], float factor) 
   return __byte_perm(first, second, 0x5410) | __byte_perm(first, second, 0x7632) << 4;
 }
 
+// --- e2m1 under a power of two, in packed bfloat16 ---------------------------------------------------------------------------
+
+__device__ __forceinline__ u32 add_product_pair(u32 a, u32 b, u32 c) {  // a b + c, rounded once, with subnormals
+  u32 r;
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(c));
+  return r;
+}
+constexpr u32 kWholeSteps = 0x43004300u;  // 128 twice: what is added to it rounds to whole numbers, ties to even, its lowest bits
+
+// The magnitudes' codes of a pair, above `kWholeSteps`. Over its scale a size of at most 6 has steps of a half up to 2, of 1
+// up to 4 and of 2 from there: the code is the least of what sizes rounded to each of the three would have.
+__device__ __forceinline__ u32 size_codes(u32 pair, u32 twice, u32 once, u32 half) {
+  const u32 size = pair & 0x7FFF7FFFu;
+  return __vimin3_u16x2(add_product_pair(size, twice, kWholeSteps), add_product_pair(size, once, kWholeSteps + 0x00020002u),
+                        add_product_pair(size, half, kWholeSteps + 0x00040004u));
+}
+// Four codes, signs included, in the upper half. `a` and `b` are the `size_codes` of the first and of the second pair. Sums
+// and products, as whole registers wrap around, are those of shifts: multipliers have time where the units of bits have none.
+__device__ __forceinline__ u32 four_codes(u32 a, u32 b, u32 first, u32 second) {
+  const u32 sizes = a * 16u + (b * 4096u - kWholeSteps * (16u + 4096u));  // of values 0, 2, 1 and 3, in upper halves of bytes
+  return (sizes | (__byte_perm(first, second, 0x7351) & 0x80808080u)) * (1u + 4096u);
+}
+// As `eight_codes`, with one over the scale, a power of two, as a pair; half of it may be subnormal.
+__device__ __forceinline__ u32 eight_codes_by_power(const u32 (&pairs)[4], u32 factor) {
+  const u32 twice = multiply_pair(factor, 0x40004000u), half = multiply_pair(factor, 0x3F003F00u);
+  u32 sizes[4];
+#pragma unroll
+  for (int i = 0; i < 4; i++) sizes[i] = size_codes(pairs[i], twice, factor, half);
+  return __byte_perm(four_codes(sizes[0], sizes[1], pairs[0], pairs[1]), four_codes(sizes[2], sizes[3], pairs[2], pairs[3]), 0x7632);
+}
+
 // Turns four neighbouring pairs, each rounded to bfloat16 afterwards.
 __device__ __forceinline__ void rotate(u32 (&pairs)[4], const float (&cosine)[4], const float (&sine)[4]) {
 #pragma unroll
@@ -75,12 +106,17 @@ __device__ __forceinline__ void rotate(u32 (&pairs)[4], const float (&cosine)[4]
     pairs[i] = round_pair(turned, __fadd_rn(__fmul_rn(even, sine[i]), __fmul_rn(odd, cosine[i])));
   }
 }
-// Bits of the largest magnitude among the pairs of so many neighbouring lanes.
-template <int lanes>
-__device__ __forceinline__ u32 largest_of(const u32 (&pairs)[4]) {
+// Bits of the largest magnitudes of four pairs, one among the first values and one among the second.
+__device__ __forceinline__ u32 largest_pair(const u32 (&pairs)[4]) {
   u32 largest = 0;
 #pragma unroll
   for (int i = 0; i < 4; i++) largest = __vmaxu2(largest, pairs[i] & 0x7FFF7FFFu);
+  return largest;
+}
+// Of the largest magnitude among the pairs of so many neighbouring lanes.
+template <int lanes>
+__device__ __forceinline__ u32 largest_of(const u32 (&pairs)[4]) {
+  u32 largest = largest_pair(pairs);
 #pragma unroll
   for (int step = 1; step < lanes; step *= 2) largest = __vmaxu2(largest, __shfl_xor_sync(kWhole, largest, step));
   return max(largest << 16, largest & 0xFFFF0000u);

@@ -104,8 +104,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, RESIDENT) kv_store(const 
         const auto two = [&](u32 pair) { return e4m3_codes(low_value(pair) * factor, high_value(pair) * factor); };
         *reinterpret_cast<uint2*>(codes + first) = make_uint2(two(pairs[i][0]) | two(pairs[i][1]) << 16, two(pairs[i][2]) | two(pairs[i][3]) << 16);
       } else {
-        const float factor = KIND == 3 ? __fdividef(0x1p-14f, e4m3_value(code)) : power_value(254u - code) * 0x1p-14f;
-        *reinterpret_cast<u32*>(codes + first / 2) = eight_codes(pairs[i], factor);
+        u32* const eight = reinterpret_cast<u32*>(codes + first / 2);
+        if constexpr (KIND == 2) *eight = eight_codes_by_power(pairs[i], (254u - code) * 0x00800080u);
+        else *eight = eight_codes(pairs[i], __fdividef(0x1p-14f, e4m3_value(code)));
       }
     }
   }

@@ -160,6 +160,7 @@ inline u32 __ballot_sync(u32, bool p) { return simt::combine<u32>(p ? 1u << (sim
 inline bool __any_sync(u32 mask, bool p) { return __ballot_sync(mask, p) != 0; }
 inline u32 __reduce_or_sync(u32, u32 v) { return simt::combine(v, [](u32 a, u32 b) { return a | b; }); }
 inline u32 __reduce_add_sync(u32, u32 v) { return simt::combine(v, [](u32 a, u32 b) { return a + b; }); }
+inline u32 __reduce_max_sync(u32, u32 v) { return simt::combine(v, [](u32 a, u32 b) { return max(a, b); }); }
 inline int __reduce_max_sync(u32, int v) { return simt::combine(v, [](int a, int b) { return max(a, b); }); }
 template <typename T>
 T atomicAdd(T* p, T v) {
@@ -179,9 +180,13 @@ T __ldg(const T* p) {
 }
 inline int __popc(u32 v) { return __builtin_popcount(v); }
 inline int __ffs(u32 v) { return __builtin_ffs(static_cast<int>(v)); }
+inline int __clz(int v) { return v == 0 ? 32 : __builtin_clz(static_cast<u32>(v)); }
 inline int __clzll(long long v) { return v == 0 ? 64 : __builtin_clzll(static_cast<u64>(v)); }
 inline u32 __float_as_uint(float v) { return simt::cast<u32>(v); }
 inline u32 __vmaxu2(u32 a, u32 b) { return max(a & 0xFFFFu, b & 0xFFFFu) | max(a >> 16, b >> 16) << 16; }
+inline u32 __vminu2(u32 a, u32 b) { return min(a & 0xFFFFu, b & 0xFFFFu) | min(a >> 16, b >> 16) << 16; }
+inline u32 __vimax3_u16x2(u32 a, u32 b, u32 c) { return __vmaxu2(__vmaxu2(a, b), c); }
+inline u32 __vimin3_u16x2(u32 a, u32 b, u32 c) { return __vminu2(__vminu2(a, b), c); }
 inline u32 __byte_perm(u32 a, u32 b, u32 which) {
   const u64 all = static_cast<u64>(b) << 32 | a;
   u32 r = 0;
@@ -193,6 +198,7 @@ inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fsub_rn(float a, float b) { return a - b; }
 inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fdiv_rn(float a, float b) { return a / b; }
+inline float __frcp_rn(float a) { return 1.f / a; }
 inline float __fdividef(float a, float b) { return a / b; }
 inline float rsqrtf(float a) { return 1.f / std::sqrt(a); }
 inline float __fsqrt_rn(float a) { return std::sqrt(a); }
@@ -292,6 +298,13 @@ template <int Newest>
 void fetch_wait() {}
 
 inline void cluster_meets() { simt::wait(simt::all, static_cast<int>(simt::threads.size())); }
+inline void blocks_meet() { cluster_meets(); }
+inline u32 word_of_block(const u32* p, u32 block) {
+  u32 v;
+  std::memcpy(&v, simt::memory(static_cast<int>(block)) + shared_address(p), 4);
+  return v;
+}
+inline void give_block(u32* p, u32 block, u32 v) { std::memcpy(simt::memory(static_cast<int>(block)) + shared_address(p), &v, 4); }
 inline u32 address_in_block(u32 at, u32) { return at; }  // wrappers know which block is meant
 inline u32 cluster_load(u32 at) {
   u32 v;
@@ -331,12 +344,24 @@ inline u32 half_bits(float v) {
   return (static_cast<u32>(exponent + 14) << 10) + steps;
 }
 inline u32 half_pair(float low, float high) { return half_bits(low) | half_bits(high) << 16; }
-inline u32 smaller_halves(u32 a, u32 b) { return min(a & 0xFFFFu, b & 0xFFFFu) | min(a >> 16, b >> 16) << 16; }
+inline u32 smaller_halves(u32 a, u32 b) { return __vminu2(a, b); }
 inline u32 e4m3_codes(float low, float high) { return e4m3_code(low) | e4m3_code(high) << 8; }
 inline u32 round_pair(float low, float high) { return bf16_bits(low) | bf16_bits(high) << 16; }
 inline u32 round_positive_pair(float low, float high) { return round_pair(low < 0.f ? 0.f : low, high < 0.f ? 0.f : high); }
 inline u32 multiply_pair(u32 a, u32 b) {
   return round_pair(bf16_value(a & 0xFFFFu) * bf16_value(b & 0xFFFFu), bf16_value(a >> 16) * bf16_value(b >> 16));
+}
+// A product that a double holds, and a sum of which it holds all but what no tie depends on; rounded once.
+inline u32 bf16_bits_of_sum(float a, float b, float c) {
+  const double sum = static_cast<double>(a) * b + c;
+  u32 bits = __float_as_uint(static_cast<float>(sum));
+  const double kept = __uint_as_float(bits);
+  if (kept != sum) bits = (bits - (std::fabs(kept) > std::fabs(sum))) | 1u;
+  return bf16_bits(__uint_as_float(bits));
+}
+inline u32 add_product_pair(u32 a, u32 b, u32 c) {
+  const auto one = [&](u32 by) { return bf16_bits_of_sum(bf16_value(a >> by & 0xFFFFu), bf16_value(b >> by & 0xFFFFu), bf16_value(c >> by & 0xFFFFu)); };
+  return one(0) | one(16) << 16;
 }
 inline void add_columns(float (&sum)[4], u32 a, u32 b, u32 c, u32 d) {
   const auto four = [](u32 v, u32 w) { return bf16_value(v & 0xFFFFu) + bf16_value(v >> 16) + bf16_value(w & 0xFFFFu) + bf16_value(w >> 16); };
