@@ -1,10 +1,10 @@
-"""The forms of the sparse attention kernel, which give the same bits, and the programs that each consists of."""
+"""The forms of sparse attention, which give the same bits but for one, and the programs that each consists of."""
 
 from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Final
 
@@ -31,8 +31,6 @@ MANY_ROWS: Final = 1024
 _RECORD_BYTES: Final = 1024
 RECORDS_PER_ROW: Final = 32
 """Scratch for decoded records, in records for each row of the largest step."""
-BLOCK_THREADS: Final = 512
-"""Threads of a block of the attention kernels."""
 _QUERY, _TILE = 65536, 65536
 _ALIGNMENT: Final = 1024
 
@@ -72,32 +70,41 @@ class Pages:
 
     def program(self, form: Form, parts: int = 0) -> CudaProgram:
         """The attention kernel in one of its forms; for PARTS, with so many parts of a row."""
+        scores, values = partial(wgmma, "mma_scores"), partial(wgmma, "mma_values", transposed=True)
         if form is Form.FEW:
-            widths = wgmma("mma_scores", 64), wgmma("mma_values", 64, transposed=True, registers=True)
-            return self._program(("sparse_attn_few.cu",), "sparse_attn_few", {}, widths)
-        widths = wgmma("mma_scores", 32), wgmma("mma_values", 128, transposed=True)
-        macros = {"GATHERED": int(form is Form.GATHERED), "PARTS": parts}
-        files = ("merge_parts.cuh", "sparse_attn.cu") if parts else ("sparse_attn.cu",)
-        return self._program(files, "sparse_attn", macros, widths)
+            return self._program("sparse_attn_few", {}, scores(64), values(64, registers=True))
+        if form is Form.PARTS:
+            return self._program("sparse_attn_parts", {"PARTS": parts}, scores(64), values(128))
+        if form is Form.GATHERED:
+            own = wgmma("mma_own_values", 256, transposed=True, registers=True)
+            return self._program("sparse_attn_gathered", {}, scores(64), values(256), own)
+        return self._program("sparse_attn", {}, scores(32), values(128))
 
     def helper(self, entry: str) -> CudaProgram:
         """A kernel before attention: "mark_slots" or "decode_records"."""
-        return self._program(("gather_records.cu",), entry, {}, ())
+        return self._program(entry, {}, file="gather_records")
 
-    def _program(
-        self, files: tuple[str, ...], entry: str, macros: dict[str, int], generated: tuple[str, ...]
-    ) -> CudaProgram:
+    def _program(self, entry: str, macros: dict[str, int], *generated: str, file: str | None = None) -> CudaProgram:
         pages = {"WINDOW_RECORDS": self.window_records, "KV_RECORDS": self.kv_records, "KV_FP4": int(self.kv_fp4)}
-        paths = tuple(_FOLDER / name for name in ("hopper.cuh", "attention.cuh", *files))
+        paths = tuple(_FOLDER / name for name in ("hopper.cuh", "attention.cuh", f"{file or entry}.cu"))
         return CudaProgram(paths, entry, {**macros, **pages}, generated)
+
+
+def block_threads(form: Form) -> int:
+    """Threads of a block."""
+    return 384 if form is Form.GATHERED else 512
 
 
 def shared_bytes(form: Form) -> int:
     """Dynamic shared memory of a block."""
+    tiles = _ALIGNMENT + _QUERY + 2 * _TILE
     if form is Form.FEW:  # shares of probabilities and their sums, maxima, masks, barriers
-        return _ALIGNMENT + _QUERY + 2 * _TILE + 2 * (8192 + 2048) + _MOST_TILES_OF_FEW * 256 + 512 + 16
-    # probabilities, maxima, sums, masks, barriers
-    return _ALIGNMENT + _QUERY + 2 * _TILE + 8192 + 1024 + 512 + 512 + 96
+        return tiles + 2 * (8192 + 2048) + _MOST_TILES_OF_FEW * 256 + 512 + 16
+    if form is Form.PARTS:  # probabilities, maxima, sums, powers, references, masks, a barrier
+        return tiles + 2 * 8192 + 2 * _MOST_PARTS_OF_ROW * 256 + 512 + 1024 + 256 + 512 + 8
+    if form is Form.GATHERED:  # probabilities and their sums, maxima, masks, barriers
+        return tiles + 2 * (8192 + 2048) + 512 + 512 + 96
+    return tiles + 8192 + 1024 + 512 + 512 + 96  # probabilities, maxima, sums, masks, barriers
 
 
 @lru_cache(maxsize=64)

@@ -27,11 +27,14 @@ _COLUMNS: Final = _STREAMS * (_STREAMS + 2)
 BLOCKS: Final = 8
 """Of a cluster, each with as many channels."""
 ROWS: Final = 64
-"""Of a tile, which a cluster takes at a time."""
+"""Of a tile, which a cluster takes at a time, at most."""
+_FEWEST_ROWS: Final = 16
+"""Of a tile: those of one warp on every part of a multiprocessor."""
+_ROWS_OF_WARP: Final = 4
 THREADS: Final = 32 * (16 + 4)
 _WIDTHS: Final = range(1536, 5121, 512)
 """Channels of a stream for which steps and segments are whole and shared memory suffices."""
-_STAGES, _RING = 2, 4
+_STAGES, _MATRICES = 2, 1
 
 
 class _Params(ctypes.Structure):
@@ -40,7 +43,7 @@ class _Params(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("y", "h", "post", "comb", "read", "terms", "scale", "base", "weight")),
         *((name, ctypes.c_void_p) for name in ("out", "normed", "next_pre", "next_post", "next_comb")),
-        *((name, ctypes.c_int) for name in ("rows", "iters", "clusters")),
+        *((name, ctypes.c_int) for name in ("rows", "tile_rows", "last_rows", "turns", "iters", "clusters")),
         *((name, ctypes.c_float) for name in ("hc_eps", "norm_eps")),
     ]
 
@@ -56,7 +59,7 @@ def step_program(hidden: int) -> CudaProgram:
     return CudaProgram(
         files=(_FOLDER / "hopper.cuh", _FOLDER / "mhc_step.cu"),
         entry="mhc_step",
-        macros={"HIDDEN": hidden, "STAGES": _STAGES, "RING": _RING},
+        macros={"HIDDEN": hidden, "STAGES": _STAGES, "MATRICES": _MATRICES},
         generated=(wgmma("multiply", 3 * _COLUMNS),),
     )
 
@@ -71,10 +74,22 @@ def terms_program(hidden: int) -> CudaProgram:
 def shared_bytes(hidden: int) -> int:
     """As the kernel's places in shared memory, and room for their alignment."""
     steps = hidden // BLOCKS // 64
-    streams, matrix = _STAGES * _STREAMS * ROWS * 128, _RING * 3 * _COLUMNS * 128
+    streams, matrix = _STAGES * _STREAMS * ROWS * 128, _MATRICES * _STREAMS * 3 * _COLUMNS * 128
     kept, weight, part = (steps + 2) * ROWS * 128, hidden // BLOCKS * 4, ROWS // BLOCKS * (_COLUMNS + 4) * 4
     sums = (BLOCKS + 1) * part + 2 * BLOCKS * (part + 4 * ROWS) + 4 * 4 * ROWS
-    return streams + matrix + kept + weight + sums + 8 * (2 * _STAGES + 2 * _RING + 3) + 1024
+    return streams + matrix + kept + weight + sums + 8 * (2 * _STAGES + 7) + 1024
+
+
+def turns_of(num_rows: int, most: int) -> tuple[int, int, int]:
+    """Rows of a tile, of a tile of the last turn, and turns, for at most so many clusters.
+
+    What is left for the last turn, which may be the only one, is spread over all clusters: a tile with fewer rows takes
+    less time.
+    """
+    turns = -(-num_rows // (ROWS * most))
+    left = num_rows - (turns - 1) * ROWS * most
+    last = max(_FEWEST_ROWS, -(-left // (most * _ROWS_OF_WARP)) * _ROWS_OF_WARP)
+    return (last if turns == 1 else ROWS), last, turns
 
 
 def terms_bytes(hidden: int) -> int:
@@ -146,11 +161,14 @@ def mhc_step(
     if scratch is None or scratch.shape[0] < terms_bytes(hidden):
         scratch = torch.empty(terms_bytes(hidden), dtype=torch.uint8, device=h.device)
     split, step, most = _functions(h.device.index, hidden)
-    clusters = min(-(-num_rows // ROWS), most)
+    of_tile, of_last, turns = turns_of(num_rows, most)
+    clusters = min(-(-num_rows // of_tile), most)
     post, comb, read, fn, scale, base, norm_weight = singles[:7]
     split.launch((terms_blocks(hidden),), 256, (_TermParams(fn.data_ptr(), scratch.data_ptr()),))
     operands = (*streams[:2], post, comb, read, scratch, scale, base, norm_weight, *results)
-    params = _Params(*(t.data_ptr() for t in operands), num_rows, iters, clusters, hc_eps, norm_eps)
+    params = _Params(
+        *(t.data_ptr() for t in operands), num_rows, of_tile, of_last, turns, iters, clusters, hc_eps, norm_eps
+    )
     step.launch((clusters * BLOCKS,), THREADS, (params,))
     return results
 

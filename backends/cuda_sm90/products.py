@@ -29,11 +29,15 @@ _SHARED_OF_ALL: Final = 228 << 10
 _RESERVED: Final = 1 << 10
 """Bytes of shared memory that the system takes of every resident block."""
 _MOST_STAGES: Final = 8
+_STAGES_AHEAD: Final = 5
+"""Stages from which on it pays to read a block ahead, which keeps one stage more occupied."""
 _SWEEP: Final = 48
 """Output tiles that are taken for one row tile before the next: their weights stay in the L2 cache."""
 MOST_EXPERTS: Final = 1024
-_HALVES: Final = 264
-"""Blocks of 64 rows of a weight that occupy a device; a constant, since bits depend on it."""
+_PAIRED: Final = 264
+"""Blocks of 64 rows of a weight that a device holds at once, two by two; a constant, since bits depend on it."""
+_CLUSTERED: Final = 234
+"""As many in clusters of three to six, for which some multiprocessors of a group are left over: measured."""
 _MOST_PARTS: Final = 8
 _ROWS_OF_PARTS: Final = 64
 """Rows up to which a block for each part of K is faster than one for all."""
@@ -63,6 +67,7 @@ class Form:
         narrow: weights are packed for e4m3 products.
         eight: these are e4m3 products.
         split: parts of K that a block each sums.
+        lone: no multiprocessor has more than one block to run, which may take all of its shared memory.
     """
 
     bits: int
@@ -73,10 +78,13 @@ class Form:
     narrow: bool = False
     eight: bool = False
     split: int = 1
+    lone: bool = False
 
     @property
     def resident(self) -> int:
         """Blocks of a multiprocessor: as many as registers allow, and rings of three stages."""
+        if self.lone:
+            return 1
         if self.bits == 8:
             return 2 if self.tokens <= 64 else 1
         if self.eight:
@@ -87,6 +95,12 @@ class Form:
     def shorter(self) -> int:
         """Narrower products that tiles with fewer rows take: where products, not their operands, bound the time."""
         return 4 if self.experts and self.tokens > _FEW and not self.eight else 0
+
+    @property
+    def ahead(self) -> bool:
+        """Whether codes are read a block ahead: where blocks walk K alone, and a longer ring makes up for it."""
+        alone = self.groups == 1 and self.split == 1 and not self.experts
+        return alone and self.bits == 8 and self.stages >= _STAGES_AHEAD
 
     @property
     def _stage_bytes(self) -> int:
@@ -124,6 +138,7 @@ class Form:
                 "EIGHT": int(self.eight),
                 "SPLIT": self.split,
                 "SHORTER": self.shorter,
+                "AHEAD": int(self.ahead),
             },
             generated=(WIDTH, *(self._multiply(self.tokens - 8 * i) for i in range(self.shorter + 1))),
         )
@@ -133,8 +148,10 @@ class Form:
 
 
 def split_of(num_out: int, depth_blocks: int) -> int:
-    """Parts of K for a matrix of so many rows: as many as fill the device twice with one tile of tokens."""
-    return max(min(_HALVES // -(-num_out // 64), _MOST_PARTS, depth_blocks), 1)
+    """Parts of K for a matrix of so many rows: as many as find room at once with one tile of tokens."""
+    halves = -(-num_out // 64)
+    fitting = max(_CLUSTERED // halves, min(_PAIRED // halves, 2))
+    return max(min(fitting, _MOST_PARTS, depth_blocks), 1)
 
 
 def tile_tokens(num_rows: int, experts: int = 1) -> int:
@@ -196,8 +213,9 @@ def multiply(
     row_tiles = -(-num_rows // tokens)
     # few tiles: halves of them occupy twice the multiprocessors
     halves = split > 1 or (experts == 0 and row_tiles * groups * (num_out // BLOCK) < processors)
+    bits = 4 if weight.fmt == "mxfp4" else 8
     form = Form(
-        bits=4 if weight.fmt == "mxfp4" else 8,
+        bits=bits,
         tokens=tokens,
         groups=1 if halves else 2,
         wide=out.dtype == torch.float32,
@@ -205,6 +223,8 @@ def multiply(
         narrow=weight.layout == NARROW,
         eight=token_scales is not None,
         split=split,
+        # halves beside each other would share the ring's room; e2m1 weights gain nothing from a longer one
+        lone=bits == 8 and halves and split == 1 and row_tiles * groups * (num_out // 64) <= processors,
     )
     group_tiles = num_out // (64 * form.groups)
     out_tiles = groups * group_tiles

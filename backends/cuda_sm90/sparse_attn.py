@@ -12,13 +12,13 @@ from torch import Tensor
 
 from deepinfer.backends.cuda_sm90 import BACKEND
 from deepinfer.backends.cuda_sm90.attention_forms import (
-    BLOCK_THREADS,
     BLOCKS_OF_ROW,
     MARKING_BYTES,
     Form,
     Pages,
     Room,
     attention_function,
+    block_threads,
     choose_form,
     divide_scratch,
     helper_function,
@@ -145,7 +145,7 @@ def _launch(form: Form, maps: tuple[Any, ...], params: _Params, pages: Pages, de
         blocks = params.rows * (BLOCKS_OF_ROW if form is Form.FEW else parts)
     else:
         blocks = min(num_processors(device), params.rows)
-    attention_function(device, pages, form, parts).launch((blocks,), BLOCK_THREADS, (*maps, params))
+    attention_function(device, pages, form, parts).launch((blocks,), block_threads(form), (*maps, params))
 
 
 def _gather(params: _Params, pages: Pages, room: Room, scratch: Tensor) -> None:
@@ -193,9 +193,10 @@ _SOURCES: Final = (
     "device.py",
     "cuda/hopper.cuh",
     "cuda/attention.cuh",
-    "cuda/merge_parts.cuh",
     "cuda/sparse_attn.cu",
     "cuda/sparse_attn_few.cu",
+    "cuda/sparse_attn_gathered.cu",
+    "cuda/sparse_attn_parts.cu",
     "cuda/gather_records.cu",
     "wgmma.py",
     "../nvidia/nvrtc.py",

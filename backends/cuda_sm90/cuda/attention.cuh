@@ -134,6 +134,10 @@ __device__ __forceinline__ void load_query(u32 to, const TensorMap* map, int row
   for (int i = 0; i < 8; i++) copy_box(to + i * kPart, map, i * 64, row * kHeads, barrier);
 }
 
+// Before a block writes to others they have begun.
+__device__ __forceinline__ void block_is_there() { asm volatile("barrier.cluster.arrive.relaxed.aligned;"); }
+__device__ __forceinline__ void wait_for_blocks() { asm volatile("barrier.cluster.wait.aligned;" ::: "memory"); }
+
 // As `blocks_meet`, for blocks whose shared memory others may have read until then; nothing written is seen for it.
 __device__ __forceinline__ void blocks_leave() {
   asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
@@ -144,9 +148,6 @@ __device__ __forceinline__ int tiles_of_window(const Params& p) { return (p.wind
 __device__ __forceinline__ int tiles_of_kv(const Params& p) {
   return kKvFp4 ? 2 * ((p.kv_columns + 2 * kKeys - 1) / (2 * kKeys)) : (p.kv_columns + kKeys - 1) / kKeys;
 }
-
-// Parts of a row are two tiles each, none of both lists.
-__device__ __forceinline__ int parts_of_window(const Params& p) { return (tiles_of_window(p) + 1) / 2; }
 
 // --- softmax: a thread has the scores of heads h and h + 8 with keys 8 i + 2 q and 8 i + 2 q + 1, q its place in a quad --------
 
@@ -238,15 +239,16 @@ __device__ __forceinline__ void store_results(u16* to, const float* sums, float 
   *reinterpret_cast<uint4*>(to + 8 * kChannels) = make_uint4(b[0], b[1], b[2], b[3]);
 }
 
-// Results of sixteen heads of a warp, 256 channels from the group's first on, as bfloat16 in the layout of a tile.
-__device__ __forceinline__ void store_tile(u32 to, const float (&sums)[2][64], int group, float factor0, float factor1) {
+// Sums of sixteen heads of a warp times their factors, in the layout of a tile from its first channel's part on. `round` makes 16
+// bits each of two neighbours.
+template <int N, typename Round>
+__device__ __forceinline__ void store_tile(u32 to, const float (&sums)[N], float factor0, float factor1, Round round) {
   const int lane = threadIdx.x & 31, head = ((threadIdx.x >> 5) & 3) * 16 + (lane & 15);
-  const u32 line = to + group * 4 * kPart + head * 128;
 #pragma unroll
-  for (int i = 0; i < 16; i++) {
-    const float* of = sums[i >> 3] + (i & 7) * 8;
-    const u32 at = line + (i >> 2) * kPart + (((2 * (i & 3) + (lane >> 4)) ^ (lane & 7)) << 4);
-    store_matrices(at, round_pair(of[0] * factor0, of[1] * factor0), round_pair(of[2] * factor1, of[3] * factor1),
-                   round_pair(of[4] * factor0, of[5] * factor0), round_pair(of[6] * factor1, of[7] * factor1));
+  for (int i = 0; i < N / 8; i++) {
+    const float* of = sums + i * 8;
+    const u32 at = to + (i >> 2) * kPart + head * 128 + (((2 * (i & 3) + (lane >> 4)) ^ (lane & 7)) << 4);
+    store_matrices(at, round(of[0] * factor0, of[1] * factor0), round(of[2] * factor1, of[3] * factor1),
+                   round(of[4] * factor0, of[5] * factor0), round(of[6] * factor1, of[7] * factor1));
   }
 }

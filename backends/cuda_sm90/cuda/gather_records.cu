@@ -1,4 +1,4 @@
-// Decodes the records that many rows name, each once, for the copying form of `sparse_attn.cu`.
+// Decodes the records that many rows name, each once, for `sparse_attn_gathered.cu`.
 //
 // `mark_slots` sets a bit for every slot of both lists and counts the bits; `decode_records` gives the slots of each word of
 // 32 bits neighbouring places and decodes their records there. Which places a word gets depends on the order in which warps

@@ -17,7 +17,7 @@
 // 32 deep for each group of scales, added in float32 under both its factors. That form has bits of its own.
 //
 // Macros: BITS 4 (e2m1) or 8 (e4m3); TOKENS a multiple of 8; STAGES; GROUPS warpgroups that multiply; RESIDENT blocks of a
-// multiprocessor; SHORTER narrower products, 8 columns apart; WIDE 1 for
+// multiprocessor; SHORTER narrower products, 8 columns apart; AHEAD 1 to read scales and codes a block ahead; WIDE 1 for
 // float32 results, 0 for bfloat16; NARROW 1 for e2m1 weights in the order of e4m3 products (`packing_narrow.py`); EIGHT 1
 // for e4m3 products, which need that order; SPLIT parts of K, whose blocks have one tile each.
 
@@ -259,39 +259,74 @@ extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(kCons
     u32 before = 0;
 #pragma unroll
     for (int i = 0; i < TOKENS / 2; i++) d[i] = 0.f;
+    u32 bytes[2], words[2][4 * kQuads];
+    auto load_words = [&](int c) {
+#pragma unroll
+      for (int i = 0; i < kQuads; i++) {
+        load_16(*reinterpret_cast<u32(*)[4]>(words[c] + 4 * i), my_codes + stage * kCodeBytes + (c * kQuads + i) * 2048);
+      }
+    };
+    auto multiply_half = [&](int c, u32 of) {
+      const u64 rows = token_rows + of * (kTokenBytes / 16) + c * (kTokenBytes / 32);
+      decode(a[c], words[c], bytes[c]);
+      mma_fence();
+      for_width<TOKENS>(used, [&](auto width) {
+#pragma unroll
+        for (int i = 0; i < 4; i++) multiply(width, d, a[c] + 4 * i, rows + 2 * i, 1);
+        mma_commit();  // here, since behind the branches it would be a group of its own
+      });
+    };
+    // What is read of a stage is used before its release, scales being read first: a read still in flight at the release
+    // would race with the next copy.
+#if AHEAD
+    // Scales and codes are read while those before are multiplied. The loop goes from the second half of a block to the
+    // first of the next, for the wait to stand where no product is started: the compiler would finish each one otherwise.
+    barrier_wait(full + 8 * stage, phase);
+    load_8(bytes, my_scales + stage * kScaleBytes);
+    load_words(0);
+    load_words(1);
+    multiply_half(0, stage);
+    for (int k = first_block + 1; k < end_block; k++) {
+      const u32 last = stage;
+      u32 later[2];
+      advance();
+      barrier_wait(full + 8 * stage, phase);
+      load_8(later, my_scales + stage * kScaleBytes);
+      load_words(0);
+      mma_wait_all_but_newest();  // a[1] is free, and so is the stage before the last
+      if (k > first_block + 1 && lane == 0) barrier_arrive(empty + 8 * before);
+      multiply_half(1, last);
+      load_words(1);
+      bytes[0] = later[0];
+      bytes[1] = later[1];
+      mma_wait_all_but_newest();
+      multiply_half(0, stage);
+      before = last;
+    }
+    mma_wait_all_but_newest();
+    if (end_block > first_block + 1 && lane == 0) barrier_arrive(empty + 8 * before);
+    multiply_half(1, stage);
+    before = stage;
+    advance();
+#else
     for (int k = first_block; k < end_block; k++) {
       barrier_wait(full + 8 * stage, phase);
-      // What is read of a stage is used before its release, scales being read first: a read still in flight at the release
-      // would race with the next copy.
-      u32 bytes[2], words[2][4 * kQuads];
       load_8(bytes, my_scales + stage * kScaleBytes);
-      auto load_words = [&](int c) {
-#pragma unroll
-        for (int i = 0; i < kQuads; i++) {
-          load_16(*reinterpret_cast<u32(*)[4]>(words[c] + 4 * i), my_codes + stage * kCodeBytes + (c * kQuads + i) * 2048);
-        }
-      };
       if (BITS == 4) {
         load_words(0);
         load_words(1);
       }
-      const u64 rows = token_rows + stage * (kTokenBytes / 16);
 #pragma unroll
       for (int c = 0; c < 2; c++) {
         if (BITS == 8) load_words(c);  // as late as that, since they take twice the registers
-        mma_wait_all_but_newest();  // a[c] is free; at c = 1 so is the stage before
+        mma_wait_all_but_newest();     // a[c] is free; at c = 1 so is the stage before
         if (c == 1 && k > first_block && lane == 0) barrier_arrive(empty + 8 * before);
-        decode(a[c], words[c], bytes[c]);
-        mma_fence();
-        for_width<TOKENS>(used, [&](auto width) {
-#pragma unroll
-          for (int i = 0; i < 4; i++) multiply(width, d, a[c] + 4 * i, rows + c * (kTokenBytes / 32) + 2 * i, 1);
-          mma_commit();  // here, since behind the branches it would be a group of its own
-        });
+        multiply_half(c, stage);
       }
       before = stage;
       advance();
     }
+#endif
     next = tile_at(number + numbers);  // while the last products are under way
     mma_wait_all();
     keep(d);

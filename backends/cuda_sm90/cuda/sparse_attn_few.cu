@@ -27,6 +27,7 @@ extern "C" __global__ void __cluster_dims__(kBlocks, 1, 1) __launch_bounds__(512
   const u32 query_full = masks + 512, parts_full = query_full + 8;
   const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31, group = warp >> 2;
   const int block = blockIdx.x % kBlocks, row = blockIdx.x / kBlocks;
+  block_is_there();
   const int window_tiles = tiles_of_window(p), num_tiles = window_tiles + tiles_of_kv(p);
   auto has = [&](int mine) { return block + kBlocks * mine < num_tiles; };
   if (thread == 480) {
@@ -74,6 +75,7 @@ extern "C" __global__ void __cluster_dims__(kBlocks, 1, 1) __launch_bounds__(512
   }
   fence_async_units();
   __syncthreads();
+  wait_for_blocks();
 
   const int quarter = lane & 3, head = (warp & 3) * 16 + (lane >> 2);  // and head + 8
   const int tile = block + kBlocks * group;                           // that this warpgroup scores, if it is there

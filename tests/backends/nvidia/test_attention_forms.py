@@ -72,7 +72,7 @@ def attend(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Tensor, Tenso
         (19, 100, 130, "fp4"),
         (19, 0, 70, "fp4"),
         (3, 1, 0, "fp4"),
-        (300, 64, 0, "fp4"),  # results of a row leave two rows later
+        (300, 64, 0, "fp4"),  # a pair of tiles whose second is behind the list
         (300, 64, 70, "fp8"),
     ],
 )
@@ -129,7 +129,7 @@ def test_parts_of_rows_are_merged(
     out = torch.full_like(o, torch.nan), torch.full_like(lse, torch.nan)
     merged, merged_lse = sparse_attn.run(**args, out=out, invariant=False)
     assert torch.equal(merged, sparse_attn.run(**args, invariant=False)[0])
-    assert (merged.float() - o.float()).norm() < 2.0**-7 * o.float().norm()
+    assert (merged.float() - o.float()).norm() < 2.0**-8 * o.float().norm()
     assert torch.allclose(merged_lse, lse, atol=1e-4)
 
 

@@ -100,16 +100,25 @@ def test_plain_products(tokens: int, groups: int, cluster: bool, tmp_path: Path)
 
 @pytest.mark.parametrize(
     ("rows", "blocks", "parts"),
-    [(32768, 10, 1), (16896, 10, 1), (8192, 32, 2), (5120, 64, 3), (1792, 40, 8), (128, 4, 4)],
+    [(32768, 10, 1), (16896, 10, 1), (8192, 32, 2), (5120, 64, 2), (4608, 40, 3), (1792, 40, 8), (128, 4, 4)],
 )
 def test_parts_of_k_depend_on_the_matrix(rows: int, blocks: int, parts: int) -> None:
     assert products.split_of(rows, blocks) == parts
 
 
+@pytest.mark.parametrize(
+    ("bits", "tokens", "lone", "ahead"),
+    [(4, 16, False, False), (8, 16, False, True), (8, 64, False, False), (8, 64, True, True)],
+)
 @pytest.mark.parametrize("wide", [False, True])
-def test_halves_stay_in_registers(wide: bool) -> None:
-    _, local_bytes = resource_usage(products.Form(8, 16, groups=1, wide=wide).program().compile("sm_90a"))
+def test_halves_stay_in_registers(wide: bool, bits: int, tokens: int, lone: bool, ahead: bool, tmp_path: Path) -> None:
+    form = products.Form(bits, tokens, groups=1, wide=wide, lone=lone)
+    assert form.ahead == ahead
+    code = form.program().compile("sm_90a")
+    _, local_bytes = resource_usage(code)
     assert local_bytes == 0
+    # two in the loop, one or two behind it; none behind each MMA
+    assert instructions(code, tmp_path).count("WARPGROUP.DEPBAR") == 3 + ahead
 
 
 @pytest.mark.parametrize("kv_fp4", [False, True])
@@ -117,15 +126,20 @@ def test_halves_stay_in_registers(wide: bool) -> None:
 def test_sparse_attention(form: Form, kv_fp4: bool, tmp_path: Path) -> None:
     code = Pages(32, 64, kv_fp4).program(form, 5 if form is Form.PARTS else 0).compile("sm_90a")
     registers, local_bytes = resource_usage(code)
-    assert registers * attention_forms.BLOCK_THREADS <= REGISTERS
+    assert registers * attention_forms.block_threads(form) <= REGISTERS
     assert local_bytes <= ATTENTION_STACK
     assert attention_forms.shared_bytes(form) <= SHARED_OF_BLOCK
     text = instructions(code, tmp_path)
-    scores, values = ("HGMMA.64x64x16", "HGMMA.64x64x16") if form is Form.FEW else ("HGMMA.64x32x16", "HGMMA.64x128x16")
-    assert text.count(scores) >= 32
-    assert text.count(values) >= 8
+    scores, values, waits = {
+        Form.FEW: (64, 64, 2),
+        Form.DIRECT: (32, 128, 5),
+        Form.GATHERED: (64, 256, 18),  # two groups, of which each has waits for scores and for quarters of two tiles
+        Form.PARTS: (64, 128, 2),
+    }[form]
+    assert text.count(f"HGMMA.64x{scores}x16") >= 32
+    assert text.count(f"HGMMA.64x{values}x16") >= 8
     # a wait behind every MMA is what the compiler falls back to where registers do not suffice
-    assert text.count("WARPGROUP.DEPBAR") == (2 if form is Form.FEW else 5)
+    assert text.count("WARPGROUP.DEPBAR") == waits
     assert ("UTMASTG.2D" in text) == (form is Form.GATHERED)
     assert ("UCGABAR_WAIT" in text) == (form in (Form.FEW, Form.PARTS))  # blocks of a cluster meet
 
