@@ -27,7 +27,7 @@ class KernelPlan:
     Attributes:
         function: takes the op's arguments and `out`; with `scratch_bytes` also `scratch`.
         scratch_bytes: bytes between the launches of one run.
-        persistent_bytes: none of these kernels keeps anything.
+        persistent_bytes: bytes that are zero before and after each run; the function then takes `persistent` too.
         capturable: False where a run needs the host.
         guard: of the runtime, asked for leave where the host waits.
         waits: takes the op's arguments, and says why the host waits in a run with them; empty where it does not.

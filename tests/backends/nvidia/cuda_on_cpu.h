@@ -267,6 +267,10 @@ inline void mixers_meet() {
   simt::wait(of_block[simt::rank()], 128);
 }
 
+template <int Count>
+void more_registers() {}
+template <int Count>
+void fewer_registers() {}
 inline void fence_async_units() {}
 inline void mma_fence() {}
 inline void mma_commit() {}
@@ -422,4 +426,37 @@ void multiply(float (&d)[N], u64 a, u64 b, u32 accumulate) {
     for (int k = 0; k < 16; k++) sum += tile_value(a, row, k) * tile_value(b, column, k);
     d[i] = sum;
   }
+}
+
+// --- bulk copies by a tensor map, and sums that blocks of a grid leave for each other -------------------------------------
+
+// What `map_words` says of a matrix: its place, bytes of a pitch, rows, columns, and rows of a box; columns of a box are 64.
+struct TensorMap;
+inline void copy_box(u32 to, const TensorMap* map, int x, int y, u32 barrier) {
+  const u64* const words = reinterpret_cast<const u64*>(map);
+  for (u32 r = 0; r < words[4]; r++) {
+    for (u32 chunk = 0; chunk < 8; chunk++) {
+      const u64 row = y + r, column = x + chunk * 8;
+      const bool there = row < words[2] && column < words[3];
+      const u8* const from = reinterpret_cast<const u8*>(words[0]) + (there ? row * words[1] + column * 2 : 0);
+      fetch(to + r * 128 + (chunk ^ r % 8) * 16, from, 16, there);
+    }
+  }
+  shared_barrier(barrier).bytes -= static_cast<int>(words[4]) * 128;
+  barrier_turn(shared_barrier(barrier));
+}
+inline void store_8(u32 at, u32 a, u32 b) {
+  const u32 v[2] = {a, b};
+  std::memcpy(simt::memory() + at, v, 8);
+}
+inline void store_floats(u32 at, float a, float b, float c, float d) {
+  const float v[4] = {a, b, c, d};
+  std::memcpy(simt::memory() + at, v, 16);
+}
+inline float4 load_from_others(const float4* from) { return *from; }
+inline u32 arrive(u32* at) { return atomicAdd(at, 1u); }
+inline u64 ready = 0;  // threads of all clusters so far
+inline void say_ready() { ready++; }
+inline void wait_until_ready() {
+  while (ready % simt::threads.size() != 0) swapcontext(&simt::threads[simt::current].context, &simt::scheduler);
 }

@@ -9,6 +9,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from torch import Tensor
 
 from deepinfer.backends.nvidia.nvrtc import CudaProgram
 
@@ -58,6 +59,12 @@ def on_cpu(program: CudaProgram, folder: Path) -> ctypes.CDLL:
     done = subprocess.run([compiler, *options, source, "-o", library], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-4000:]
     return ctypes.CDLL(str(library))
+
+
+def map_words(matrix: Tensor, rows: int) -> list[int]:
+    """What stands in the place of a tensor map of a bfloat16 matrix, with boxes of so many rows by 64 columns."""
+    words = [matrix.data_ptr(), matrix.stride(0) * 2, *matrix.shape, rows]
+    return words + [0] * (16 - len(words))
 
 
 def _without_instructions(text: str) -> str:
