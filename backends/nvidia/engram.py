@@ -6,16 +6,22 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from deepinfer.backends.nvidia.codes import load_values
-from deepinfer.backends.nvidia.launch import kernel
+from deepinfer.backends.nvidia.codes import e4m3_value, ue8m0_value
+from deepinfer.backends.nvidia.launch import device_function, kernel
 from deepinfer.backends.nvidia.registry import KERNELS
-from deepinfer.backends.nvidia.tensors import FORMAT, new_like, next_pow2, packed, pitch, rows_of, warps_for
+from deepinfer.backends.nvidia.tensors import new_like, next_pow2, packed, pitch, rows_of, vector_width
 from deepinfer.ops import engram as engram_ops
 from deepinfer.ops.errors import CaptureError
 from deepinfer.ops.formats import QTensor
 
 _ROWS = 64
 """Rows that one program of the integer kernels takes."""
+_FETCHED = 8
+"""Table rows that a program takes: enough of them on their way to hide that they lie anywhere."""
+_GATED = 4
+"""Rows of a stream that a program takes at most, with the same weights."""
+_GATED_ALONE = 256
+"""Rows for each of those before a program takes one more: few rows are spread over all multiprocessors."""
 
 
 @kernel
@@ -93,25 +99,57 @@ def _fetch(
     data: tl.tensor,
     scale: tl.tensor,
     rows: tl.tensor,
+    count: tl.int32,
     data_pitch: tl.int64,
     scale_pitch: tl.int64,
     WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-    FMT: tl.constexpr,
+    GROUPS: tl.constexpr,
+    ROWS: tl.constexpr,
+    VEC: tl.constexpr,
 ) -> None:
-    number = tl.program_id(0).to(tl.int64)
-    row = tl.load(rows + number).to(tl.int64)
-    place = tl.arange(0, BLOCK)
-    mask = place < WIDTH
-    if FMT == 0:
-        value = tl.load(data + row * data_pitch + place, mask=mask, other=0.0).to(tl.float32)
+    """Tiles [rows, groups, 32], so that a scale is loaded once for its group."""
+    number = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    live = number < count
+    row = tl.load(rows + number, mask=live, other=0).to(tl.int64)
+    group = tl.arange(0, GROUPS)[None, :]
+    place = group[:, :, None] * 32 + tl.arange(0, 32)[None, None, :]
+    mask = live[:, None, None] & (place < WIDTH)
+    value = tl.load(data + row[:, None, None] * (data_pitch // VEC) * VEC + place, mask=mask, other=0.0)
+    if scale is None:
+        value = value.to(tl.float32)
     else:
-        value = load_values(data + row * data_pitch, scale + row * scale_pitch, place, mask, FMT)
-    tl.store(out + number * WIDTH + place, value.to(out.dtype.element_ty), mask=mask)
+        factor = tl.load(scale + row[:, None] * scale_pitch + group, mask=live[:, None] & (group * 32 < WIDTH), other=0)
+        value = e4m3_value(value) * ue8m0_value(factor)[:, :, None]
+    tl.store(out + number.to(tl.int64)[:, None, None] * WIDTH + place, value.to(out.dtype.element_ty), mask=mask)
+
+
+@device_function
+def _part(
+    query: tl.tensor, key: tl.tensor, value: tl.tensor, HIDDEN: tl.constexpr, FIRST: tl.constexpr, BLOCK: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """BLOCK values of a row's stream, key and value, from FIRST on."""
+    place = FIRST + tl.arange(0, BLOCK)
+    mask = place < HIDDEN
+    return (
+        tl.load(query + place, mask=mask, other=0.0).to(tl.float32),
+        tl.load(key + place, mask=mask, other=0.0).to(tl.float32),
+        tl.load(value + place, mask=mask, other=0.0).to(tl.float32),
+    )
+
+
+@device_function
+def _weight(
+    q_weight: tl.tensor, k_weight: tl.tensor, HIDDEN: tl.constexpr, FIRST: tl.constexpr, BLOCK: tl.constexpr
+) -> tl.tensor:
+    """Products of a stream's two weights, likewise."""
+    place = FIRST + tl.arange(0, BLOCK)
+    mask = place < HIDDEN
+    weight = tl.load(q_weight + place, mask=mask, other=0.0).to(tl.float32)
+    return weight * tl.load(k_weight + place, mask=mask, other=0.0).to(tl.float32)
 
 
 @kernel
-def _gate(
+def _add_gated(
     out: tl.tensor,
     h: tl.tensor,
     kv: tl.tensor,
@@ -119,34 +157,56 @@ def _gate(
     k_weight: tl.tensor,
     blocked: tl.tensor,
     kv_pitch: tl.int64,
+    rows: tl.int32,
+    each: tl.int32,
     eps: tl.float32,
     root: tl.float32,
     STREAMS: tl.constexpr,
     HIDDEN: tl.constexpr,
     BLOCK: tl.constexpr,
+    REST: tl.constexpr,
+    VEC: tl.constexpr,
 ) -> None:
-    row = tl.program_id(0).to(tl.int64)
-    stream = tl.program_id(1)
-    place = tl.arange(0, BLOCK)
-    mask = place < HIDDEN
-    at = (row * STREAMS + stream) * HIDDEN + place
-    query = tl.load(h + at, mask=mask, other=0.0).to(tl.float32)
-    start = kv + row * kv_pitch
-    key = tl.load(start + stream * HIDDEN + place, mask=mask, other=0.0).to(tl.float32)
-    weight = tl.load(q_weight + stream * HIDDEN + place, mask=mask, other=0.0).to(tl.float32)
-    weight = weight * tl.load(k_weight + stream * HIDDEN + place, mask=mask, other=0.0).to(tl.float32)
-    dot = tl.sum(query * weight * key, 0)
-    dot = dot * tl.div_rn(1.0, tl.sqrt_rn(tl.div_rn(tl.sum(query * query, 0), HIDDEN * 1.0) + eps))
-    dot = dot * tl.div_rn(1.0, tl.sqrt_rn(tl.div_rn(tl.sum(key * key, 0), HIDDEN * 1.0) + eps))
-    dot = tl.div_rn(dot, root)
-    size = tl.abs(dot)
-    size = tl.sqrt_rn(tl.where(size < 1e-6, 1e-6, size))
-    signed = tl.where(dot.to(tl.int32, bitcast=True) < 0, -size, size)
-    gate = tl.div_rn(1.0, 1.0 + tl.exp(-signed))
-    if blocked is not None:
-        gate = tl.where(tl.load(blocked + row) != 0, 0.0, gate)
-    value = tl.load(start + STREAMS * HIDDEN + place, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out + at, (query + gate * value).to(out.dtype.element_ty), mask=mask)
+    """Grid (streams, stretches of `each` rows): a stream's weights stay in registers, a row's value in the cache.
+
+    A row is BLOCK values and REST after them, both powers of two.
+    """
+    stream = tl.program_id(0)
+    first = tl.program_id(1).to(tl.int64) * each
+    weight = _weight(q_weight + stream * HIDDEN, k_weight + stream * HIDDEN, HIDDEN, 0, BLOCK)
+    if REST > 0:
+        rest_weight = _weight(q_weight + stream * HIDDEN, k_weight + stream * HIDDEN, HIDDEN, BLOCK, REST)
+    for turn in range(0, tl.minimum(each, rows - first)):
+        row = first + turn
+        line = h + (row * STREAMS + stream) * HIDDEN
+        start = kv + row * (kv_pitch // VEC) * VEC
+        query, key, value = _part(line, start + stream * HIDDEN, start + STREAMS * HIDDEN, HIDDEN, 0, BLOCK)
+        if REST > 0:
+            rest_query, rest_key, rest_value = _part(
+                line, start + stream * HIDDEN, start + STREAMS * HIDDEN, HIDDEN, BLOCK, REST
+            )
+        dot = tl.sum(query * weight * key, 0)
+        query_square = tl.sum(query * query, 0)
+        key_square = tl.sum(key * key, 0)
+        if REST > 0:
+            dot += tl.sum(rest_query * rest_weight * rest_key, 0)
+            query_square += tl.sum(rest_query * rest_query, 0)
+            key_square += tl.sum(rest_key * rest_key, 0)
+        dot = dot * tl.div_rn(1.0, tl.sqrt_rn(tl.div_rn(query_square, HIDDEN * 1.0) + eps))
+        dot = dot * tl.div_rn(1.0, tl.sqrt_rn(tl.div_rn(key_square, HIDDEN * 1.0) + eps))
+        dot = tl.div_rn(dot, root)
+        size = tl.abs(dot)
+        size = tl.sqrt_rn(tl.where(size < 1e-6, 1e-6, size))
+        signed = tl.where(dot.to(tl.int32, bitcast=True) < 0, -size, size)
+        gate = tl.div_rn(1.0, 1.0 + tl.exp(-signed))
+        if blocked is not None:
+            gate = tl.where(tl.load(blocked + row) != 0, 0.0, gate)
+        to = out + (row * STREAMS + stream) * HIDDEN
+        place = tl.arange(0, BLOCK)
+        tl.store(to + place, (query + gate * value).to(out.dtype.element_ty), mask=place < HIDDEN)
+        if REST > 0:
+            place = BLOCK + tl.arange(0, REST)
+            tl.store(to + place, (rest_query + gate * rest_value).to(out.dtype.element_ty), mask=place < HIDDEN)
 
 
 @KERNELS.implements(engram_ops.engram_ngrams)
@@ -215,7 +275,7 @@ def _reads_on_host(table: Tensor | QTensor, rows: Tensor, out_dtype: torch.dtype
 
 @KERNELS.implements(engram_ops.engram_fetch, waits=_reads_on_host)
 def engram_fetch(table: Tensor | QTensor, rows: Tensor, out_dtype: torch.dtype, *, out: Tensor | None = None) -> Tensor:
-    """A program per table row. From a table in host memory the rows are picked there first, and the host waits.
+    """A program per few table rows. From a table in host memory the rows are picked there first, and the host waits.
 
     Raises:
         CaptureError: the table is in host memory and a graph is being captured.
@@ -234,18 +294,20 @@ def engram_fetch(table: Tensor | QTensor, rows: Tensor, out_dtype: torch.dtype, 
     scale = rows_of(table.scale) if isinstance(table, QTensor) else None
     width = table.shape[1]
     out = new_like(out, (count, columns * width), out_dtype, rows.device)
+    fetched = count * columns
     _fetch(
-        (count * columns,),
+        (-(-fetched // _FETCHED),),
         out,
         data,
         scale,
         packed(rows),
+        fetched,
         pitch(data),
         0 if scale is None else pitch(scale),
         WIDTH=width,
-        BLOCK=next_pow2(width),
-        FMT=FORMAT[table.fmt] if isinstance(table, QTensor) else FORMAT["plain"],
-        num_warps=1,
+        GROUPS=next_pow2(-(-width // 32)),
+        ROWS=_FETCHED,
+        VEC=vector_width(pitch(data), width),
     )
     return out
 
@@ -261,12 +323,14 @@ def engram_gate(
     *,
     out: Tensor | None = None,
 ) -> Tensor:
-    """A program per row and stream."""
+    """A program per stream and stretch of rows."""
     rows, streams, hidden = h.shape
     out = new_like(out, (rows, streams, hidden), h.dtype, h.device)
-    flat, block = rows_of(kv), next_pow2(hidden)
-    _gate(
-        (rows, streams),
+    flat = rows_of(kv)
+    block = next_pow2(hidden + 1) // 2
+    each = max(1, min(_GATED, rows // _GATED_ALONE))
+    _add_gated(
+        (streams, -(-rows // each)),
         out,
         packed(h),
         flat,
@@ -274,11 +338,14 @@ def engram_gate(
         packed(k_weight),
         None if blocked is None else packed(blocked),
         pitch(flat),
+        rows,
+        each,
         eps,
         hidden**0.5,
         STREAMS=streams,
         HIDDEN=hidden,
         BLOCK=block,
-        num_warps=warps_for(block),
+        REST=next_pow2(hidden - block) if hidden > block else 0,
+        VEC=vector_width(pitch(flat), hidden),
     )
     return out

@@ -213,6 +213,7 @@ def ep_dispatch_cases() -> Iterable[Case]:
             rows_of,
         )
     yield Case("model experts", bound(make, rows=128, experts=384, k=6, kind="mxfp8", h=5120), "real", rows_of)
+    yield Case("model experts, many rows", bound(make, rows=1500, experts=384, k=6, kind="mxfp8"), "real", rows_of)
 
 
 def ep_combine_cases() -> Iterable[Case]:

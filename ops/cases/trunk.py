@@ -309,3 +309,4 @@ def engram_gate_cases() -> Iterable[Case]:
             f"zero rows of streams, {short(dtype)}", bound(make, rows=12, dtype=dtype, dress="zero"), "small", rows_of
         )
     yield Case("model width", bound(make, rows=32, dtype=torch.bfloat16, h=5120), "real", rows_of)
+    yield Case("model width, many rows", bound(make, rows=1100, dtype=torch.bfloat16, h=5120), "real", rows_of)

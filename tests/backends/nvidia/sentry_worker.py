@@ -20,6 +20,7 @@ from deepinfer.ops.spec import Case, OpSpec
 CAPABILITY = 100
 SECONDS = 120
 CASES = {
+    "engram_gate": ("two rows, bf16", "one row, f32"),
     "index_logits_blocks": ("blocks of 3, not a divisor of a page",),
     "index_logits_paged": ("one row, index, weights f32",),
     "index_logits_ragged": ("one row, mxfp4, weights bf16", "two rows, mxfp4, weights f32"),

@@ -25,25 +25,24 @@ COPIES = {"_quantize", "_rope", "_store", "_stored", "_ragged", "_sparse_attn"}
 """Kernels with stores of copies, which are left out of their proofs (`sentry`)."""
 OPEN = {
     ("advance_step", "_advance"): "which of its outputs an address is in depends on data",
-    ("ep_dispatch", "_place"): "addresses come from a scan",
-    ("ep_dispatch", "_spread"): "branches on what `_place` wrote",
+    ("ep_dispatch", "_spread"): "addresses come from counts",
     ("linear_mx", "dense_scaled"): "fewer than 64 rows of scales; 64 are proven below",
     ("logical_to_slot", "_slots"): "branches on list contents past a gather",
-    ("logprobs_of", "_logprobs"): "loops over probabilities",
     ("mhc_prenorm_mix", "_mix_parts"): "a barrier is made anew in each step of a loop",
     ("mhc_step", "_mix_parts"): "a barrier is made anew in each step of a loop",
-    ("moe_gate", "_gate"): "branches on a reduction",
     ("moe_grouped_gemm", "grouped"): "branches on a scan",
     ("moe_grouped_gemm", "grouped_scaled"): "branches on a scan",
     ("process_logits", "_apply"): "branches on what `_cut` wrote",
     ("process_logits", "_cut"): "loops over probabilities",
     ("sample", "_best_of_part"): "branches on what `_cut` wrote",
     ("sample", "_cut"): "loops over probabilities",
-    ("token_logprobs", "_logprobs"): "loops over probabilities",
+    ("token_logprobs", "_logprobs"): "branches on what parts of a row found",
     ("topk_select", "_select"): "loops over a length in memory",
     ("verify", "_best_of_part"): "branches on what `_cut` wrote",
     ("verify", "_cut"): "loops over probabilities",
-    ("verify", "_reject"): "branches on what `_cut` wrote",
+    ("verify", "_judge"): "branches on what `_cut` wrote",
+    ("verify", "_residual_of_part"): "branches on what `_judge` wrote",
+    ("verify", "_settle"): "branches on what `_judge` wrote",
 }
 """What the prover cannot decide, and why: these are neither proven nor in doubt."""
 
