@@ -55,14 +55,59 @@ def gumbel(word: tl.tensor) -> tl.tensor:
 
 
 @device_function
-def gumbels(
+def words_from(
     first: tl.tensor, index: tl.tensor, stream: tl.tensor, anchor: tl.tensor, seed: tl.tensor, BLOCK: tl.constexpr
 ) -> tl.tensor:
-    """Gumbels (float32) of the BLOCK ids from `first`, a multiple of four, on."""
+    """Words (uint32) of the BLOCK ids from `first`, a multiple of four, on."""
     quad = (first // 4 + tl.arange(0, BLOCK // 4)).to(tl.uint32)
     w0, w1, w2, w3 = philox(quad, index, stream, anchor, seed)
-    words = tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), (BLOCK,))
-    return gumbel(words)
+    return tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), (BLOCK,))
+
+
+@device_function
+def gumbel_of(token: tl.tensor, index: tl.tensor, stream: tl.tensor, anchor: tl.tensor, seed: tl.tensor) -> tl.tensor:
+    """The Gumbel (float32) of one id."""
+    w0, w1, w2, w3 = philox((token // 4).to(tl.uint32), index, stream, anchor, seed)
+    place = token % 4
+    return gumbel(tl.where(place < 2, tl.where(place == 0, w0, w1), tl.where(place == 2, w2, w3)))
+
+
+@device_function
+def earliest(word: tl.tensor) -> tl.tensor:
+    """At most -log1p(-u), whose negative logarithm is the Gumbel: three terms of its series, and no logarithm.
+
+    The most that score + Gumbel can be is then score - log(earliest), which is near it where u is small. The ids that
+    are in question for the best sum have a small u unless they are few.
+    """
+    u = uniform(word)
+    return u * tl.fma(u, tl.fma(u, 0.3333333, 0.5), 1.0)
+
+
+@device_function
+def arrive(
+    soonest: tl.tensor, second: tl.tensor, tile: tl.tensor, arrival: tl.tensor, first: tl.tensor
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """Per lane, the two earliest arrivals of the tiles so far, and where the tile of the earliest begins."""
+    second = tl.minimum(second, tl.maximum(soonest, arrival))
+    tile = tl.where(arrival < soonest, first, tile)
+    return tl.minimum(soonest, arrival), second, tile
+
+
+@device_function
+def rivals(soonest: tl.tensor, second: tl.tensor, latest: tl.tensor) -> tl.tensor:
+    """How many of the lanes' arrivals are not behind `latest`."""
+    return tl.sum((soonest <= latest).to(tl.int32) + (second <= latest).to(tl.int32), 0)
+
+
+@device_function
+def better(
+    best: tl.tensor, chosen: tl.tensor, value: tl.tensor, token: tl.tensor, eligible: tl.tensor
+) -> tuple[tl.tensor, tl.tensor]:
+    """The best value so far and its lowest id, with a tile more."""
+    high = tl.max(tl.where(eligible, value, float("-inf")), 0)
+    winner = tl.min(tl.where(eligible & (value == high), token, 0x7FFFFFFF), 0)
+    take = (high > best) | ((high == best) & (winner < chosen))
+    return tl.where(take, high, best), tl.where(take, winner, chosen)
 
 
 @device_function
@@ -70,6 +115,12 @@ def order_key(score: tl.tensor) -> tl.tensor:
     """int32 that sorts as float32 scores do; both zeros have one key. Not for NaN."""
     bits = tl.where(score == 0.0, 0.0, score).to(tl.int32, bitcast=True)
     return tl.where(bits >= 0, bits, bits ^ 0x7FFFFFFF)
+
+
+@device_function
+def score_of(key: tl.tensor) -> tl.tensor:
+    """The score (float32) that a key of `order_key` is of."""
+    return tl.where(key >= 0, key, key ^ 0x7FFFFFFF).to(tl.float32, bitcast=True)
 
 
 @device_function
