@@ -46,11 +46,12 @@ def test_index_queries_compile_for_blackwell(architecture: str) -> None:
     assert resource_usage(index_q.program(64).compile(architecture))[1] == 0
 
 
-@pytest.mark.parametrize("entry", ["mark_slots", "decode_records", "merge_parts"])
+@pytest.mark.parametrize("entry", ["mark_slots", "decode_records"])
 def test_helpers_of_attention_would_too(entry: str) -> None:
     """What has no warpgroup MMA is portable; that no backend uses these yet is another matter."""
     program = attention_forms.Pages(32, 64, kv_fp4=True).helper(entry)
-    assert resource_usage(program.compile("sm_100a"))[1] == 0
+    registers, local_bytes = resource_usage(program.compile("sm_100a"))
+    assert registers > 0 and local_bytes == 0
 
 
 def test_warpgroup_products_do_not() -> None:
