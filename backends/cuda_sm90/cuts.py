@@ -59,9 +59,11 @@ def shared_bytes(ids: int, blocks: int) -> int:
 
 
 @lru_cache(maxsize=64)
-def _function(device: int, blocks: int, num_bytes: int) -> CudaFunction:
+def _function(device: int, blocks: int, num_bytes: int) -> CudaFunction | None:
+    """The kernel, loaded; None where the device, a part of a GPU perhaps, has no room for such a cluster."""
     with torch.cuda.device(device):
-        return CudaFunction(program(blocks), architecture_of(device), num_bytes)
+        function = CudaFunction(program(blocks), architecture_of(device), num_bytes)
+        return function if function.clusters_at_once(blocks, THREADS) else None
 
 
 def params_of(
@@ -102,17 +104,20 @@ def find_cuts(
     *,
     want_total: bool = False,
 ) -> None:
-    """See `backends.nvidia.filters.find_cuts`, which takes rows that are too long for the memory of a cluster."""
+    """See `backends.nvidia.filters.find_cuts`, which takes what does not fit here."""
     filters = (temperature, top_k, top_p, min_p)
-    if not _fits(logits, filters, cu_seqlens):
-        triton_find_cuts(cuts, logits, *filters, cu_seqlens, want_total=want_total)
-        return
     rows, ids = logits.shape
     if rows == 0 or ids == 0:
         return
     blocks = blocks_of_row(ids)
+    function = None
+    if _fits(logits, filters, cu_seqlens):
+        function = _function(logits.device.index, blocks, shared_bytes(ids, blocks))
+    if function is None:
+        triton_find_cuts(cuts, logits, *filters, cu_seqlens, want_total=want_total)
+        return
     params = params_of(cuts, logits, filters, cu_seqlens, want_total=want_total)
-    _function(logits.device.index, blocks, shared_bytes(ids, blocks)).launch((rows * blocks,), THREADS, (params,))
+    function.launch((rows * blocks,), THREADS, (params,))
 
 
 def _with_these(shared: Callable[..., Any], dims: Dims, ctx: BindContext) -> Plan:

@@ -196,7 +196,6 @@ _SOURCES: Final = (
     "cuda/sparse_attn.cu",
     "cuda/sparse_attn_few.cu",
     "cuda/sparse_attn_gathered.cu",
-    "cuda/sparse_attn_parts.cu",
     "cuda/gather_records.cu",
     "wgmma.py",
     "../nvidia/nvrtc.py",
@@ -215,7 +214,7 @@ def sparse_attn_wgmma(dims: Dims, ctx: BindContext) -> Plan:
     when=_suits,
     priority=11,
     batch_invariant=False,
-    sources=_SOURCES,
+    sources=(*_SOURCES, "cuda/sparse_attn_parts.cu"),
     interpreted=False,
 )
 def sparse_attn_parts(dims: Dims, ctx: BindContext) -> Plan:

@@ -44,6 +44,10 @@ struct Cut {
 
 // --- the blocks of a cluster ------------------------------------------------------------------------------------------
 
+// Before a block writes to others they have begun.
+__device__ __forceinline__ void block_is_there() { asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory"); }
+__device__ __forceinline__ void wait_for_blocks() { asm volatile("barrier.cluster.wait;" ::: "memory"); }
+
 // What another block has at `p`.
 __device__ __forceinline__ u32 word_of_block(const u32* p, u32 block) {
   u32 v;
@@ -335,6 +339,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(kTh
   extern __shared__ uint4 raw[];
   Shared& s = *reinterpret_cast<Shared*>(raw);
   uint4* const places = raw + sizeof(Shared) / 16;
+  block_is_there();
   const u32 thread = threadIdx.x;
   const long long number = blockIdx.x / CLUSTER, owner = owner_of(p, number);
   const int part = (p.ids + 4 * CLUSTER - 1) / (4 * CLUSTER) * 4;
@@ -374,6 +379,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(kTh
       places[at] = make_uint4(own[0], own[1], own[2], own[3]);
     }
   }
+  wait_for_blocks();
   greatest(s, row, best, broken);
   const bool usable = broken == 0 && best > kMinusInfinity;
   row.top = score_of(max(best, kMinusInfinity));

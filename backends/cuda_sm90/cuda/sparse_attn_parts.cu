@@ -174,6 +174,7 @@ extern "C" __global__ void __cluster_dims__(PARTS, 1, 1) __launch_bounds__(512, 
     largest1 = max(largest1, __shfl_xor_sync(FULL_WARP, largest1, step));
   }
   const Powers powers0(largest0), powers1(largest1);
+  asm volatile("bar.sync %0, 128;" ::"r"(1 + group) : "memory");  // all warps of the group are done with its values
   // to where values were that only this group needed
   store_tile(results + group * 2 * kPart, o, powers0.there, powers1.there, round_half_pair);
   if (quarter == 0) {

@@ -303,6 +303,8 @@ void fetch_wait() {}
 
 inline void cluster_meets() { simt::wait(simt::all, static_cast<int>(simt::threads.size())); }
 inline void blocks_meet() { cluster_meets(); }
+inline void block_is_there() {}
+inline void wait_for_blocks() {}
 inline u32 word_of_block(const u32* p, u32 block) {
   u32 v;
   std::memcpy(&v, simt::memory(static_cast<int>(block)) + shared_address(p), 4);

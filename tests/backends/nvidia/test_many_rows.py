@@ -1,4 +1,4 @@
-"""Forms of moving kernels that many rows take: no case of their contracts has so many."""
+"""Forms of moving kernels that many rows take, in the interpreter: no small case of their contracts has so many."""
 
 from __future__ import annotations
 
