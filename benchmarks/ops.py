@@ -35,6 +35,7 @@ from deepinfer.conformance.performance import measure_roof
 from deepinfer.conformance.subject import context
 from deepinfer.ops.backend import Backend
 from deepinfer.ops.contract import static_dims
+from deepinfer.ops.errors import OpError
 from deepinfer.ops.registry import BoundOp, OpTable, find_backend
 from deepinfer.ops.runtime import Runtime
 from deepinfer.ops.trees import tensors_of
@@ -183,25 +184,41 @@ def _kinds(text: str) -> list[bool]:
     return [words[part] for part in text.split(",")]
 
 
+def _globs(text: str) -> list[str]:
+    """Globs, each of which fits an op that is timed."""
+    names = [name for family in FAMILIES.values() for name in family]
+    globs = [glob.strip() for glob in text.split(",")]
+    for glob in globs:
+        if not fnmatch.filter(names, glob):
+            raise argparse.ArgumentTypeError(f"no op fits {glob!r}; there are {', '.join(sorted(names))}")
+    return globs
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--backend", default="cpu")
-    parser.add_argument("--op", default="*", help="globs over names of ops, with commas between")
+    parser.add_argument("--backend", default="cpu", help="whose kernels are timed")
+    parser.add_argument("--op", type=_globs, default=["*"], help="globs over names of ops, with commas between")
     parser.add_argument("--shape", default="*", help="glob over what the table says of operands")
-    parser.add_argument("--invariance", type=_kinds, default=[True, False])
-    parser.add_argument("--peers", choices=("on", "off"), default="on")
+    parser.add_argument(
+        "--invariance", type=_kinds, default=[True, False], help="batch invariance: on, off, or on,off (default)"
+    )
+    parser.add_argument("--peers", choices=("on", "off"), default="on", help="also time what torch offers")
     parser.add_argument("--json", type=Path, help="write the lines and the roofs here")
     parser.add_argument("--markdown", type=Path, help="write a table for people here")
     asked = parser.parse_args()
-    bench = OpBench(find_backend(asked.backend), asked.invariance, peers=asked.peers == "on")
+    try:
+        backend = find_backend(asked.backend)
+    except OpError as error:
+        raise SystemExit(f"error: {error}") from None
+    bench = OpBench(backend, asked.invariance, peers=asked.peers == "on")
     roofs = bench.roofs
     print(f"measured roofs: copy {roofs.copy_gbs:.0f} GB/s, bf16 product {roofs.product_tflops:.0f} TFLOP/s")
     lines = []
-    for line in bench.lines(asked.op.split(","), asked.shape):
+    for line in bench.lines(asked.op, asked.shape):
         lines.append(line)
         print(line, flush=True)
     if not lines and not bench.unequal:
-        raise SystemExit(f"no op fits --op {asked.op!r} and --shape {asked.shape!r}")
+        raise SystemExit(f"no operands of {', '.join(asked.op)} fit --shape {asked.shape!r}")
     if asked.json is not None:
         facts = {
             "command": " ".join(sys.argv),

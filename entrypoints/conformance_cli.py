@@ -26,7 +26,7 @@ _BackendName = Annotated[str, typer.Option("--backend", "-b", help="An installed
 def conformance(
     backend: _BackendName,
     level: Annotated[int, typer.Option(min=0, max=6, help="Run levels 0 to N.", metavar="N")] = 1,
-    op: Annotated[str, typer.Option(help="Only ops that fit this glob.", metavar="GLOB")] = "*",
+    op: Annotated[str, typer.Option(help="Only ops that fit one of these.", metavar="GLOB[,GLOB]")] = "*",
     case: Annotated[str, typer.Option("--case", help="One case alone: op/name, or a saved file.", metavar="CASE")] = "",
     real: Annotated[bool, typer.Option("--real", help="Also cases with the model's own shapes.")] = False,
     report: Annotated[
@@ -46,7 +46,7 @@ def conformance(
 @app.command()
 def verify(
     backend: _BackendName = "auto",
-    op: Annotated[str, typer.Option(help="Only ops that fit this glob.", metavar="GLOB")] = "*",
+    op: Annotated[str, typer.Option(help="Only ops that fit one of these.", metavar="GLOB[,GLOB]")] = "*",
 ) -> None:
     """Run every kernel's own cases on this device and remember the verdicts."""
     raise typer.Exit(_guarded(lambda: _verify(backend, op)))
@@ -116,12 +116,11 @@ def _conformance(
 
 
 def _verify(name: str, op: str) -> int:
-    import fnmatch
-
     from rich.console import Console
 
     from deepinfer.conformance.selfcheck import gate_for, verify_implementation
     from deepinfer.conformance.subject import open_runtime
+    from deepinfer.conformance.suite import fits
     from deepinfer.ops.errors import OpArgumentError
     from deepinfer.ops.proof import proof_level
     from deepinfer.ops.registry import find_backend
@@ -131,7 +130,7 @@ def _verify(name: str, op: str) -> int:
     runtime = open_runtime(backend)
     gate = gate_for(runtime)
     gate.check = lambda implementation, seconds: verify_implementation(implementation, runtime)
-    chosen = [i for i in backend.implementations if fnmatch.fnmatchcase(i.op.name, op)]
+    chosen = [i for i in backend.implementations if fits(i.op.name, op)]
     if not chosen:
         raise OpArgumentError(f"no kernel of backend {backend.name!r} implements an op that fits --op {op!r}")
     failed = 0
@@ -158,7 +157,7 @@ def _backends(name: str, ops: bool, as_json: bool) -> int:
     rows = [_facts(backend, ops or backend.name == name) for backend in found.values()]
     for row in rows:
         if row["name"] == name and "ops" not in row:
-            row["kernels"] = _proofs(found[name])
+            row["kernels"], row["missing"] = _proofs(found[name])
     rows.sort(key=lambda row: (not row["available"], -row["priority"], row["name"]))
     if as_json:
         print(json.dumps(rows, indent=1))
@@ -189,16 +188,16 @@ def _facts(backend: Backend, with_ops: bool) -> dict[str, Any]:
     return facts
 
 
-def _proofs(backend: Backend) -> list[dict[str, Any]]:
-    """How far the kernels of a backend whose device is not here are proven; none where they cannot be imported."""
+def _proofs(backend: Backend) -> tuple[list[dict[str, Any]], str]:
+    """How far kernels of a backend whose device is not here are proven; without what they import, what is missing."""
     from deepinfer.ops.proof import proof_level
 
     try:
         backend.load()
-    except ImportError:
-        return []
+    except ImportError as error:
+        return [], str(error)
     kernels = sorted(backend.implementations, key=lambda i: (i.op.name, -i.priority, i.name))
-    return [{"op": i.op.name, "implementation": i.name, "proof": proof_level(i)} for i in kernels]
+    return [{"op": i.op.name, "implementation": i.name, "proof": proof_level(i)} for i in kernels], ""
 
 
 def _op_facts(backend: Backend, runtime: Runtime, op: str) -> dict[str, Any]:
@@ -243,6 +242,9 @@ def _print_backends(rows: list[dict[str, Any]]) -> None:
 def _print_proofs(console: Any, row: dict[str, Any]) -> None:
     from rich.table import Table
 
+    if row["missing"]:
+        console.print(f"the kernels of {row['name']} cannot be listed: {row['missing']}", highlight=False, markup=False)
+        return
     table = Table(title=f"kernels of {row['name']}, whose device is not here", title_justify="left")
     for column in ("op", "kernel", "proven"):
         table.add_column(column)

@@ -111,16 +111,22 @@ def test_a_variant_form_gets_a_line_of_its_own(small):
     assert [(x.op, x.invariant) for x in found] == [("cpu.rms_norm", True), ("cpu.fast_norm", False)]
 
 
-def test_what_was_measured_is_written_down(small, tmp_path, monkeypatch):
+def test_what_was_measured_is_written_down(small, tmp_path, monkeypatch, capsys):
     as_json, as_table = tmp_path / "ops.json", tmp_path / "ops.md"
     monkeypatch.setattr(sys, "argv", ["ops.py", "--json", str(as_json), "--markdown", str(as_table), "--shape", "2*"])
     ops.main()
     facts = json.loads(as_json.read_text())
     assert [x["shape"] for x in facts["lines"]] == ["2 x 64"] and facts["copy_gbs"] > 0
     assert "| `cpu.rms_norm` | 2 x 64 |" in as_table.read_text()
-    monkeypatch.setattr(sys, "argv", ["ops.py", "--op", "no_such_op"])
-    with pytest.raises(SystemExit, match="no op fits"):
-        ops.main()
+    for words, told in (
+        (["--op", "rms_norm,no_such_op"], "no op fits 'no_such_op'; there are rms_norm"),
+        (["--backend", "no_such_backend"], "no_such_backend"),
+        (["--shape", "no such shape"], "no operands of"),
+    ):
+        monkeypatch.setattr(sys, "argv", ["ops.py", *words])
+        with pytest.raises(SystemExit) as ended:
+            ops.main()
+        assert told in f"{ended.value} {capsys.readouterr().err}"
 
 
 def test_an_op_whose_runs_differ_is_named_and_not_timed(small, monkeypatch, capsys):

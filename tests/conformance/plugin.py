@@ -15,7 +15,7 @@ _GROUP = "deepinfer conformance"
 _OPTIONS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("--backend", {"help": "backend to hold against the op contracts (default: cpu)"}),
     ("--level", {"type": int, "help": "highest level to run (default: 2)"}),
-    ("--op", {"help": "glob over op names"}),
+    ("--op", {"help": "globs over op names, with commas between"}),
     ("--real", {"action": "store_true", "help": "also cases with the model's own shapes"}),
     ("--waivers", {"help": "TOML or JSON file of waivers"}),
     ("--report", {"help": "folder for the report and for failing cases"}),

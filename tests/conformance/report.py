@@ -70,7 +70,11 @@ def summary(report: Report) -> str:
             counts.append(f"{report.count(status)} {status}")
     verdict = "[green]conforms[/]" if report.ok else "[bold red]does not conform[/]"
     share = f", {native} of {len(ops)} ops native" if ops else ""
-    return f"{report.backend} {verdict} at level {report.level}: {', '.join(counts)}{share}, {report.seconds:.0f} s"
+    reached = max((result.level for result in report.results), default=0)
+    level = f"level {report.level}"
+    if reached < report.level and not report.count("fail"):
+        level = f"level {reached} (nothing of what was chosen stands above it)"
+    return f"{report.backend} {verdict} at {level}: {', '.join(counts)}{share}, {report.seconds:.0f} s"
 
 
 def case_line(result: CaseResult) -> str:

@@ -34,7 +34,7 @@ class Session:
         backend: loaded.
         runtime: its device.
         level: highest level asked for.
-        ops: glob over op names.
+        ops: globs over op names, with commas between.
         case: run this one alone: `op/case`, a case's name (a glob), or a file of `failures`.
         real: also cases with the model's own shapes.
         emulated: the backend is in its emulated form.
@@ -73,11 +73,16 @@ class Session:
 
     def wants(self, op: str, case: str) -> bool:
         """True when this case is chosen."""
-        if not fnmatch.fnmatchcase(op, self.ops):
+        if not fits(op, self.ops):
             return False
         return not self.case or any(
             fnmatch.fnmatchcase(name, self.case) or name == self.case for name in (case, f"{op}/{case}")
         )
+
+
+def fits(op: str, globs: str) -> bool:
+    """True when the op's name fits one of several globs with commas between."""
+    return any(fnmatch.fnmatchcase(op, glob.strip()) for glob in globs.split(","))
 
 
 def open_session(backend: Backend, **choices: object) -> Session:
@@ -116,8 +121,8 @@ def run_suite(session: Session, waivers: Sequence[Waiver] = (), today: datetime.
         loads = all(result.status != "fail" for result in session.results)
         asks_for_some = session.level > 0 and not session.whole and loads
         if not session.results or (asks_for_some and not any(r.level for r in session.results)):
-            no_file = ", which is no file either" if session.case else ""
-            raise OpArgumentError(f"no case fits --op {session.ops!r} --case {session.case!r}{no_file}")
+            case = f" --case {session.case!r}, which is no file either" if session.case else ""
+            raise OpArgumentError(f"no case fits --op {session.ops!r}{case}")
     report.seconds = time.perf_counter() - began
     apply_waivers(report, waivers, today or datetime.date.today())
     report.problems += missing_claims(session)

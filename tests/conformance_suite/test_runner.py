@@ -12,7 +12,7 @@ from deepinfer.conformance.compare import compare
 from deepinfer.conformance.failures import find_case, load_failure, save_failure
 from deepinfer.conformance.html import histogram, page
 from deepinfer.conformance.levels import LEVELS, run_level
-from deepinfer.conformance.report import write_report
+from deepinfer.conformance.report import summary, write_report
 from deepinfer.conformance.results import CaseResult, Check, Report
 from deepinfer.conformance.runner import make_case, run_case
 from deepinfer.conformance.suite import Session, run_suite
@@ -208,6 +208,16 @@ def test_a_file_that_is_no_case_is_refused(tmp_path) -> None:
 def test_cases_at_a_level_that_has_none_are_no_pass(choice) -> None:
     with pytest.raises(OpArgumentError, match="level 0 runs no case"):
         run_suite(Session(backend_with(good), HostRuntime(), level=0, **choice))
+
+
+def test_ops_are_chosen_by_several_globs() -> None:
+    chosen = Session(backend_with(good), HostRuntime(), ops="rms_n*, no_such_op")
+    assert chosen.wants("rms_norm", "any") and not chosen.wants("rope", "any")
+
+
+def test_a_report_names_the_level_that_was_reached() -> None:
+    report = run_suite(Session(backend_with(good), HostRuntime(), level=2, ops="rms_norm"))
+    assert report.ok and "conforms[/] at level 1 (nothing of what was chosen stands above it)" in summary(report)
 
 
 def test_a_glob_that_fits_no_op_is_no_pass() -> None:

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from deepinfer.backends.nvidia import probe as probe_module
 from deepinfer.entrypoints.cli import app
 from deepinfer.ops import proof
+from deepinfer.ops.backend import Backend
 from deepinfer.ops.catalog import defined_ops
 from deepinfer.ops.errors import BackendUnavailableError
 from deepinfer.ops.proof import source_files
@@ -126,6 +127,16 @@ def test_the_command_line_says_how_far_kernels_are_proven_where_their_device_is_
     printed = runner.invoke(app, ["backends", "-b", name]).output
     assert f"kernels of {name}, whose device is not here" in printed
     assert f"{len(kernels)} kernels: " in printed
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device is here")
+def test_what_kernels_cannot_be_listed_without_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(self: Backend) -> None:
+        raise ImportError("No module named 'triton'")
+
+    monkeypatch.setattr(Backend, "load", load)
+    printed = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["backends", "-b", "cuda_sm90"]).output
+    assert "the kernels of cuda_sm90 cannot be listed: No module named 'triton'" in printed
 
 
 def test_nothing_of_blackwell_claims_to_have_run_on_hardware() -> None:
