@@ -38,9 +38,9 @@ class Plan(Protocol):
     """An op bound to static dimensions, ready to run many times.
 
     Scratch has undefined contents before and after a run and is shared by all plans of a stream; persistent memory is
-    private to this plan, zeroed at bind and left zero by every run, of which one goes on at a time: a plan's runs, replays
-    of graphs included, stand in the order of one stream. A capturable plan's `run` allocates nothing, synchronises
-    nothing and reads no device memory on the host.
+    private to this plan, zeroed at bind and left zero by every run, of which one goes on at a time: a plan's runs,
+    replays of graphs included, stand in the order of one stream. A capturable plan's `run` allocates nothing,
+    synchronises nothing and reads no device memory on the host.
     """
 
     @property
