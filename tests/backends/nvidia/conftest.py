@@ -6,7 +6,10 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -22,51 +25,86 @@ BLACKWELL_OPS = ("linear_mx", "moe_grouped_gemm", "sparse_attn")
 """Ops for which Blackwell has Triton kernels of its own."""
 
 
-def _in_parts(
-    script: str, folder: Path, extra: Sequence[str], env: dict[str, str], ops: Sequence[str] | None = None
-) -> list[dict[str, Any]]:
-    """Run a script over ops (all of them by default) in two processes, and give what they wrote."""
-    names = sorted(defined_ops() if ops is None else ops)
-    started = []
-    for part in range(WORKERS):
-        output = folder / f"{part}.json"
-        command = [sys.executable, str(HERE / script), str(output), ",".join(names[part::WORKERS]), *extra]
-        process = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1", **env}, stderr=subprocess.PIPE)
-        started.append((process, output))
-    entries: list[dict[str, Any]] = []
-    for process, output in started:
-        _, errors = process.communicate()
-        assert process.returncode == 0, errors.decode()[-4000:]
-        entries += json.loads(output.read_text())
+@dataclass(frozen=True)
+class Work:
+    """A script over ops, in two processes.
+
+    Attributes:
+        script: in this folder.
+        needs: modules without which it is not run.
+        extra: arguments behind the ops.
+        env: names and values for the processes.
+        ops: names; empty for all.
+    """
+
+    script: str
+    needs: tuple[str, ...] = ("triton",)
+    extra: tuple[str, ...] = ()
+    env: tuple[tuple[str, str], ...] = ()
+    ops: tuple[str, ...] = ()
+
+
+INTERPRETED = (("TRITON_INTERPRET", "1"),)
+WORK = {
+    "compiled_kernels": Work("compile_worker.py", extra=("90,100,103",)),
+    "emulated_cases": Work("emulated_worker.py", extra=("cuda_sm90",), env=INTERPRETED),
+    "emulated_blackwell_cases": Work("emulated_worker.py", extra=("cuda_sm100",), env=INTERPRETED, ops=BLACKWELL_OPS),
+    "checked_kernels": Work("sentry_worker.py", needs=("triton", "sentryward")),
+}
+"""By the fixture that gives what it wrote, in the order in which tests ask for it."""
+
+
+def _run(work: Work, part: int, output: Path) -> list[dict[str, Any]]:
+    """Run one half of the ops in a process of its own, and give what it wrote."""
+    names = sorted(work.ops or defined_ops())
+    command = [sys.executable, str(HERE / work.script), str(output), ",".join(names[part::WORKERS]), *work.extra]
+    done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1", **dict(work.env)}, stderr=subprocess.PIPE)
+    assert done.returncode == 0, done.stderr.decode()[-4000:]
+    entries: list[dict[str, Any]] = json.loads(output.read_text())
     return entries
 
 
+@pytest.fixture(scope="session", autouse=True)
+def started(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[str, list[Future[list[dict[str, Any]]]]]]:
+    """All that any test of the session will ask for, begun at once: it goes on beside the tests before."""
+    wanted = {name for item in request.session.items for name in getattr(item, "fixturenames", ())}
+    with ThreadPoolExecutor(WORKERS) as pool:
+        begun = {}
+        for name, work in WORK.items():
+            if name in wanted and all(map(find_spec, work.needs)):
+                folder = tmp_path_factory.mktemp(name)
+                begun[name] = [pool.submit(_run, work, part, folder / f"{part}.json") for part in range(WORKERS)]
+        yield begun
+        pool.shutdown(cancel_futures=True)
+
+
+def _found(name: str, started: dict[str, list[Future[list[dict[str, Any]]]]]) -> list[dict[str, Any]]:
+    for module in WORK[name].needs:
+        pytest.importorskip(module)
+    return [entry for part in started[name] for entry in part.result()]
+
+
 @pytest.fixture(scope="session")
-def emulated_cases(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def emulated_cases(started: dict[str, Any]) -> list[dict[str, Any]]:
     """Results of interpreted cases of the kernels that both generations share."""
-    pytest.importorskip("triton")
-    folder = tmp_path_factory.mktemp("emulated")
-    return _in_parts("emulated_worker.py", folder, ("cuda_sm90",), {"TRITON_INTERPRET": "1"})
+    return _found("emulated_cases", started)
 
 
 @pytest.fixture(scope="session")
-def emulated_blackwell_cases(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def emulated_blackwell_cases(started: dict[str, Any]) -> list[dict[str, Any]]:
     """Results of interpreted cases of the kernels that Blackwell alone has."""
-    pytest.importorskip("triton")
-    folder = tmp_path_factory.mktemp("emulated_blackwell")
-    return _in_parts("emulated_worker.py", folder, ("cuda_sm100",), {"TRITON_INTERPRET": "1"}, BLACKWELL_OPS)
+    return _found("emulated_blackwell_cases", started)
 
 
 @pytest.fixture(scope="session")
-def checked_kernels(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def checked_kernels(started: dict[str, Any]) -> list[dict[str, Any]]:
     """What the static verifier says of kernels for sm_100a."""
-    pytest.importorskip("triton")
-    pytest.importorskip("sentryward")
-    return _in_parts("sentry_worker.py", tmp_path_factory.mktemp("checked"), (), {})
+    return _found("checked_kernels", started)
 
 
 @pytest.fixture(scope="session")
-def compiled_kernels(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def compiled_kernels(started: dict[str, Any]) -> list[dict[str, Any]]:
     """Facts about kernels compiled for sm_90a, sm_100a and sm_103a."""
-    pytest.importorskip("triton")
-    return _in_parts("compile_worker.py", tmp_path_factory.mktemp("compiled"), ("90,100,103",), {})
+    return _found("compiled_kernels", started)
