@@ -9,7 +9,6 @@ backend once and takes ops from a queue. Levels above 1 run the engine: use `dee
 from __future__ import annotations
 
 import argparse
-import fnmatch
 import os
 import sys
 import time
@@ -78,12 +77,13 @@ def _loads() -> tuple[list[CaseResult], str, dict[str, str]]:
     return list(_session.results), describe_device(_session.runtime), versions()
 
 
-def portions(globs: list[str]) -> list[Portion]:
+def portions(globs: str) -> list[Portion]:
     """The work, slow ops first."""
+    from deepinfer.conformance.suite import fits
     from deepinfer.ops.catalog import defined_ops
 
     work = []
-    chosen = [n for n in defined_ops() if any(fnmatch.fnmatchcase(n, glob) for glob in globs)]
+    chosen = [n for n in defined_ops() if fits(n, globs)]
     for name in sorted(chosen, key=lambda n: SLOWEST_FIRST.index(n) if n in SLOWEST_FIRST else len(SLOWEST_FIRST)):
         count = len(list(defined_ops()[name].cases()))
         work += [Portion(name, first, min(first + PORTION, count)) for first in range(0, count, PORTION)]
@@ -113,7 +113,7 @@ def main() -> int:
     ) as pool:
         loads, report.device, report.versions = pool.submit(_loads).result()
         report.results += loads
-        waiting = {pool.submit(_run, portion): portion for portion in portions(options.op.split(","))}
+        waiting = {pool.submit(_run, portion): portion for portion in portions(options.op)}
         _collect(report, waiting, began, options.seconds)
     report.seconds = time.monotonic() - began
     _finish(report, options.report)

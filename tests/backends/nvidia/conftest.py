@@ -25,6 +25,10 @@ BLACKWELL_OPS = ("linear_mx", "moe_grouped_gemm", "sparse_attn")
 """Ops for which Blackwell has Triton kernels of its own."""
 
 
+Entries = list[dict[str, Any]]
+Begun = dict[str, list[Future[Entries]]]
+
+
 @dataclass(frozen=True)
 class Work:
     """A script over ops, in two processes.
@@ -54,20 +58,18 @@ WORK = {
 """By the fixture that gives what it wrote, in the order in which tests ask for it."""
 
 
-def _run(work: Work, part: int, output: Path) -> list[dict[str, Any]]:
+def _run(work: Work, part: int, output: Path) -> Entries:
     """Run one half of the ops in a process of its own, and give what it wrote."""
     names = sorted(work.ops or defined_ops())
     command = [sys.executable, str(HERE / work.script), str(output), ",".join(names[part::WORKERS]), *work.extra]
     done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1", **dict(work.env)}, stderr=subprocess.PIPE)
     assert done.returncode == 0, done.stderr.decode()[-4000:]
-    entries: list[dict[str, Any]] = json.loads(output.read_text())
+    entries: Entries = json.loads(output.read_text())
     return entries
 
 
 @pytest.fixture(scope="session", autouse=True)
-def started(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[dict[str, list[Future[list[dict[str, Any]]]]]]:
+def started(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Begun]:
     """All that any test of the session will ask for, begun at once: it goes on beside the tests before."""
     wanted = {name for item in request.session.items for name in getattr(item, "fixturenames", ())}
     with ThreadPoolExecutor(WORKERS) as pool:
@@ -80,31 +82,31 @@ def started(
         pool.shutdown(cancel_futures=True)
 
 
-def _found(name: str, started: dict[str, list[Future[list[dict[str, Any]]]]]) -> list[dict[str, Any]]:
+def _found(name: str, started: Begun) -> Entries:
     for module in WORK[name].needs:
         pytest.importorskip(module)
     return [entry for part in started[name] for entry in part.result()]
 
 
 @pytest.fixture(scope="session")
-def emulated_cases(started: dict[str, Any]) -> list[dict[str, Any]]:
+def emulated_cases(started: Begun) -> Entries:
     """Results of interpreted cases of the kernels that both generations share."""
     return _found("emulated_cases", started)
 
 
 @pytest.fixture(scope="session")
-def emulated_blackwell_cases(started: dict[str, Any]) -> list[dict[str, Any]]:
+def emulated_blackwell_cases(started: Begun) -> Entries:
     """Results of interpreted cases of the kernels that Blackwell alone has."""
     return _found("emulated_blackwell_cases", started)
 
 
 @pytest.fixture(scope="session")
-def checked_kernels(started: dict[str, Any]) -> list[dict[str, Any]]:
+def checked_kernels(started: Begun) -> Entries:
     """What the static verifier says of kernels for sm_100a."""
     return _found("checked_kernels", started)
 
 
 @pytest.fixture(scope="session")
-def compiled_kernels(started: dict[str, Any]) -> list[dict[str, Any]]:
+def compiled_kernels(started: Begun) -> Entries:
     """Facts about kernels compiled for sm_90a, sm_100a and sm_103a."""
     return _found("compiled_kernels", started)

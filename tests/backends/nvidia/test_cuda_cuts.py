@@ -17,6 +17,7 @@ from deepinfer.backends.cuda_sm90 import cuts
 from deepinfer.backends.nvidia.ahead import resource_usage
 from deepinfer.backends.nvidia.filters import CUT_BYTES, Cuts, room_for_cuts
 from deepinfer.ops import sampling as sampling_ops
+from deepinfer.ops.cases import sampling as sampling_cases
 
 SHARED_OF_MULTIPROCESSOR = 228 << 10
 REGISTERS = 65536
@@ -80,21 +81,14 @@ def check(found: Cuts, logits: Tensor, filters: Filters, *, want_total: bool = F
 
 
 PROFILES = [
-    (0.0, 3, 0.5, 0.5),
+    *sampling_cases._PROFILES,
     (1.0, 0, 1.0, 0.0),
-    (0.7, 5, 1.0, 0.0),
-    (1.0, 0, 0.8, 0.0),
-    (1.3, 0, 1.0, 0.1),
-    (0.9, 40, 0.95, 0.02),
-    (2.0, 10**6, 1.5, -1.0),
-    (1.0, 1, 1.0, 0.0),
-    (1.0, 0, 1e-6, 0.0),
     (1.0, 0, 0.0, 0.0),
     (5.0, 0, 0.9999999, 0.0),
-    (1.0, 0, 1.0, 1.0),
     (1e-3, 7, 0.9, 0.0),
     (1e-3, 900, 0.9, 0.0),
 ]
+"""Temperature, top_k, top_p, min_p of rows: those of the contract's cases, and where cuts are nearly nothing or all."""
 
 
 def dressed(name: str, rows: int, ids: int) -> Tensor:
