@@ -343,7 +343,7 @@ class Planted(HostRuntime):
         return made
 
 
-def in_threads(kind, case, *, timeout=3.0):
+def in_threads(kind, case, *, timeout=10.0):
     """What three ranks with such communicators say of a case."""
 
     def program(runtime, group):
