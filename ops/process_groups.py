@@ -238,7 +238,10 @@ class GroupCommunicator:
         """The rank that does not report the failure that the others saw."""
         self._store.set(f"failed {self.rank}", op)
         seconds = time.monotonic() - began
-        deadline = time.monotonic() + min(_REPORT_SECONDS, self.timeout)
+        patience = min(_REPORT_SECONDS, self.timeout)
+        if is_late:  # who comes late times out too, and must not report in time to pass for one of the others
+            patience = min(patience, seconds / 2)
+        deadline = time.monotonic() + patience
         for place in range(self.world_size):
             left = max(deadline - time.monotonic(), 0.001)
             try:

@@ -25,10 +25,12 @@ def _gloo(store: Store, rank: int, world_size: int, timeout: timedelta) -> Proce
 def _together(world_size: int, work: Callable[[GroupCommunicator], Any], timeout: float = 20.0) -> list[Any]:
     """`work` on every rank of a group, each in a thread; what it returned or raised."""
     store, results = HashStore(), [None] * world_size
+    connected = threading.Barrier(world_size, timeout=60)
 
     def rank(place: int) -> None:
         try:
             comm = GroupCommunicator(CPU, store, range(world_size), place, timeout, _gloo)
+            connected.wait()  # gloo fails where a rank leaves while another is still connecting to it
             results[place] = work(comm)
             comm.close()
         except Exception as error:
@@ -121,7 +123,9 @@ def test_a_rank_that_does_not_come_is_named() -> None:
         GroupCommunicator(CPU, HashStore(), range(2), 0, 0.2, _gloo)
 
 
-def test_a_rank_that_left_is_named_and_the_group_is_of_no_use() -> None:
+def test_a_rank_that_left_is_named_and_the_group_is_of_no_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deepinfer.ops.process_groups._REPORT_SECONDS", 0.5)  # who left reports nothing
+
     def work(comm: GroupCommunicator) -> Any:
         if comm.rank == 1:
             return "left"
@@ -131,7 +135,7 @@ def test_a_rank_that_left_is_named_and_the_group_is_of_no_use() -> None:
             comm.all_gather(torch.ones(2))
         return "named"
 
-    assert _together(2, work, timeout=1.0) == ["named", "left"]
+    assert _together(2, work) == ["named", "left"]
 
 
 def test_a_late_rank_is_named_within_the_timeout_of_the_call() -> None:
@@ -151,6 +155,19 @@ def test_a_late_rank_is_named_within_the_timeout_of_the_call() -> None:
     seconds, late = _together(2, work, timeout=60.0)
     assert late == "late"
     assert seconds < 30  # the call's own, and what ranks have for a report; not the group's 60
+
+
+def test_a_late_rank_that_reports_a_failure_of_its_own_is_named_all_the_same() -> None:
+    def work(comm: GroupCommunicator) -> Any:
+        if comm.rank == 1:  # as it would where its peers' data went with them: gloo has it and fails nobody
+            comm._store.wait(["failed 0"], timedelta(seconds=60))
+            time.sleep(2.0)
+            comm._store.set("failed 1", "all_reduce")
+            return None
+        comm.all_reduce(torch.ones(2), timeout=0.4)
+
+    error, _ = _together(2, work, timeout=60.0)
+    assert isinstance(error, CollectiveTimeoutError) and error.rank == 1, error
 
 
 def test_a_collective_in_time_takes_its_timeout_without_harm() -> None:
