@@ -237,10 +237,10 @@ def test_a_slow_rank_is_waited_for_within_the_timeout():
 
 
 def test_a_slow_rank_is_named_when_the_time_is_over():
-    outcomes = ranks(steps, faults={0: FaultPlan([Fault("slow_rank", at=2, seconds=3.0)])}, timeout=0.4)
+    outcomes = ranks(steps, faults={0: FaultPlan([Fault("slow_rank", at=2, seconds=4.0)])}, timeout=1.5)
     assert isinstance(outcomes[1], CollectiveTimeoutError)
     assert (outcomes[1].rank, outcomes[1].op) == (0, "all_reduce sum")
-    assert outcomes[1].seconds >= 0.4
+    assert outcomes[1].seconds >= 1.5
     assert isinstance(outcomes[0], CollectiveTimeoutError)  # it is told that it was the late one
     assert outcomes[0].rank == 0
 

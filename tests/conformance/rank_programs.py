@@ -26,7 +26,7 @@ SAME: Final = "same on every rank: "
 FLOATS: Final = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 MOVED: Final = (torch.uint8, torch.int32, torch.int64, torch.bfloat16, torch.float32)
 LATE_SECONDS: Final = 3.0
-SHORT_TIMEOUT: Final = 0.5
+SHORT_TIMEOUT: Final = 1.0
 
 
 def _sums(at: Place) -> Iterator[Check]:
@@ -199,6 +199,7 @@ def _subgroups(at: Place) -> Iterator[Check]:
 def _late(at: Place) -> Iterator[Check]:
     """The last rank stays away for longer than the others wait."""
     late = at.ranks[-1]
+    at.group.barrier()  # so that nobody else is late
     if at.group.rank == late:
         time.sleep(LATE_SECONDS)
     error, seconds = _failure(at, lambda: at.group.all_reduce(at.there(torch.ones(4)), timeout=SHORT_TIMEOUT))

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from deepinfer.core.detokenizer import IncrementalDetokenizer
@@ -50,6 +50,7 @@ def test_finish_shows_what_was_never_completed() -> None:
         detokenizer.feed([A])
 
 
+@settings(deadline=None)
 @given(token_ids, st.booleans(), st.sets(st.sampled_from(sorted(TOKENIZER.special_ids)), max_size=3), st.data())
 def test_pieces_join_to_one_shot_decode(ids: list[int], skip: bool, keep: set[int], data: st.DataObject) -> None:
     detokenizer = IncrementalDetokenizer(TOKENIZER, skip, keep_ids=keep)
@@ -62,6 +63,7 @@ def test_pieces_join_to_one_shot_decode(ids: list[int], skip: bool, keep: set[in
     assert detokenizer.num_chars == len(whole)
 
 
+@settings(deadline=None)
 @given(token_ids)
 def test_offsets_say_where_each_token_ends(ids: list[int]) -> None:
     detokenizer = IncrementalDetokenizer(TOKENIZER)
@@ -124,6 +126,7 @@ def test_a_control_token_ends_the_prompts_character() -> None:
     assert detokenizer.feed([EURO[2]]) == "\ufffd"
 
 
+@settings(deadline=None)
 @given(st.text(max_size=5), st.text(max_size=5), st.integers(0, 30))
 @example("", "€", 2)
 @example("x", "\U0001f600", 4)

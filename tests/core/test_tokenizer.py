@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import tokenizers
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deepinfer.core.tokenizer import Tokenizer, TokenizerError
@@ -66,6 +66,7 @@ def test_absent_file_is_named(tmp_path: Path) -> None:
     assert str(tmp_path / "tokenizer.json") in str(caught.value)
 
 
+@settings(deadline=None)
 @given(typed_text)
 def test_typed_control_tokens_stay_text(text: str) -> None:
     ids = TOKENIZER.encode(text)
@@ -74,6 +75,7 @@ def test_typed_control_tokens_stay_text(text: str) -> None:
     assert b"".join(map(TOKENIZER.id_to_bytes, ids)) == text.encode()
 
 
+@settings(deadline=None)
 @given(typed_text)
 def test_parsed_control_tokens_are_the_library_s(text: str) -> None:
     ids = TOKENIZER.encode(text, parse_special=True)
@@ -82,12 +84,14 @@ def test_parsed_control_tokens_are_the_library_s(text: str) -> None:
     assert TOKENIZER.special_ids.isdisjoint(ids) == (not any(token in text for token in CONTROL))
 
 
+@settings(deadline=None)
 @given(st.text())
 def test_text_without_control_tokens_is_cut_as_the_library_does(text: str) -> None:
     if not any(token in text for token in CONTROL):
         assert TOKENIZER.encode(text) == LIBRARY.encode(text, add_special_tokens=False).ids
 
 
+@settings(deadline=None)
 @given(st.lists(token_ids, max_size=12))
 def test_decode_is_the_library_s(ids: list[int]) -> None:
     assert TOKENIZER.decode(ids) == LIBRARY.decode(ids, skip_special_tokens=True)

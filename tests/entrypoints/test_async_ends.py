@@ -10,6 +10,9 @@ from deepinfer import AsyncLLM, SamplingParams, SessionClosedError
 from deepinfer.testing import HashModel
 
 SMALL = {"num_kv_blocks": 64, "block_size": 4, "window_page": 4, "max_num_seqs": 8, "max_num_batched_tokens": 32}
+ROOMY = SMALL | {"num_kv_blocks": 16_384}
+ENDLESS = SamplingParams(max_tokens=20_000, temperature=0, ignore_eos=True)
+"""Takes many seconds, in a `ROOMY` engine: still runs where the event loop had to wait for a core."""
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -18,39 +21,36 @@ async def collect(generator):
     return [output async for output in generator]
 
 
-def test_an_aborted_request_gives_what_there_is(llms) -> None:
-    _, llm = llms()
-    params = SamplingParams(max_tokens=1000, temperature=0, ignore_eos=True)
-
+def test_an_aborted_request_gives_what_there_is() -> None:
     async def go():
-        generators = [llm.generate("x", params, name) for name in "abc"]
-        await asyncio.gather(*map(anext, generators))
-        assert await llm.abort("a") == 1 and await llm.abort(["b", "nobody", "a"]) == 1
-        first, second = [(await collect(g))[-1] for g in generators[:2]]
-        assert (await anext(generators[2])).error is None
-        await generators[2].aclose()
-        return first, second, await llm.stats()
+        async with AsyncLLM(HashModel(32), **ROOMY) as llm:
+            generators = [llm.generate([5], ENDLESS, name) for name in "abc"]
+            await asyncio.gather(*map(anext, generators))
+            assert await llm.abort("a") == 1 and await llm.abort(["b", "nobody", "a"]) == 1
+            first, second = [(await collect(g))[-1] for g in generators[:2]]
+            assert (await anext(generators[2])).error is None
+            await generators[2].aclose()
+            return first, second, await llm.stats()
 
     first, second, stats = asyncio.run(go())
     for output in (first, second):
         assert output.outputs[0].finish_reason == "abort" and output.finished and output.error is None
-        assert 0 < len(output.outputs[0].token_ids) < 1000
+        assert 0 < len(output.outputs[0].token_ids) < 20_000
     assert stats.num_running == stats.num_waiting == 0 and stats.num_free_blocks == stats.num_blocks
 
 
-def test_shutdown_ends_generators_with_a_typed_error(llms) -> None:
-    _, llm = llms()
-    params = SamplingParams(max_tokens=1000, temperature=0, ignore_eos=True)
+def test_shutdown_ends_generators_with_a_typed_error() -> None:
+    llm = AsyncLLM(HashModel(32), **ROOMY)
 
     async def go():
-        generators = [llm.generate("x", params) for _ in range(3)]
+        generators = [llm.generate([5], ENDLESS) for _ in range(3)]
         await asyncio.gather(*map(anext, generators))
         await llm.aclose()
         for generator in generators:
             with pytest.raises(SessionClosedError, match="closed"):
                 await collect(generator)
         with pytest.raises(SessionClosedError):
-            await anext(llm.generate("x"))
+            await anext(llm.generate([5]))
         with pytest.raises(SessionClosedError):
             await llm.abort("x")
 

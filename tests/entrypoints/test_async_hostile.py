@@ -13,7 +13,10 @@ from deepinfer import LLM, AsyncLLM, EngineDeadError, SamplingParams, SessionClo
 from deepinfer.testing import HashModel, PuppetModel, ScriptedDraft
 
 SMALL = {"num_kv_blocks": 64, "block_size": 4, "window_page": 4, "max_num_seqs": 8, "max_num_batched_tokens": 32}
+ROOMY = SMALL | {"num_kv_blocks": 16_384}
 LONG = SamplingParams(max_tokens=200, temperature=0)
+ENDLESS = SamplingParams(max_tokens=20_000, temperature=0)
+"""Takes many seconds, in a `ROOMY` engine: still runs where the event loop had to wait for a core."""
 TWO = SamplingParams(max_tokens=2, temperature=0)
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -141,9 +144,9 @@ def test_an_id_is_free_again_at_once(how) -> None:
     """The result of the aborted request must not reach the one that took its id."""
 
     async def go():
-        async with AsyncLLM(PuppetModel(8, seven), **SMALL) as llm:
+        async with AsyncLLM(PuppetModel(8, seven), **ROOMY) as llm:
             for _ in range(20):
-                generator = llm.generate([1], LONG, "a", output_kind="delta")
+                generator = llm.generate([1], ENDLESS, "a", output_kind="delta")
                 await anext(generator)
                 if how == "cancel":
                     task = asyncio.create_task(collect(generator))
@@ -286,8 +289,8 @@ def test_a_step_that_fails_ends_all_generators_and_the_next_request_runs(caplog)
     model = Failing()
 
     async def go():
-        async with AsyncLLM(model, **SMALL) as llm:
-            generators = [llm.generate([i], LONG, str(i)) for i in range(3)]
+        async with AsyncLLM(model, **ROOMY) as llm:
+            generators = [llm.generate([i], ENDLESS, str(i)) for i in range(3)]
             await asyncio.gather(*map(anext, generators))
             model.failure = RuntimeError("the device fell off")
             results = await asyncio.gather(*map(collect, generators))
@@ -359,7 +362,7 @@ def test_what_a_caller_gets_wrong_is_raised_to_that_caller_alone() -> None:
     asyncio.run(go())
 
 
-def test_shutdown_with_everything_live() -> None:
+def test_shutdown_with_everything_live(monkeypatch) -> None:
     """Requests that run, that wait, that are not queued yet, and commands behind the last one."""
     gated = Gated()
 
@@ -367,9 +370,17 @@ def test_shutdown_with_everything_live() -> None:
         llm = AsyncLLM(PuppetModel(8, gated), **(SMALL | {"max_num_seqs": 2}))
         tasks = [asyncio.create_task(collect(llm.generate([i], LONG))) for i in range(5)]
         await asyncio.to_thread(gated.entered.acquire)
+        post, told = llm._thread._post, threading.Event()
+
+        def watched(command):
+            post(command)
+            if command.run == llm._thread._begin_to_stop:
+                told.set()
+
+        monkeypatch.setattr(llm._thread, "_post", watched)
         stopped = asyncio.create_task(llm.aclose())
         twice = asyncio.create_task(llm.aclose())
-        for _ in range(20):
+        while not told.is_set():
             await asyncio.sleep(0)
         tasks += [asyncio.create_task(collect(llm.generate([i], LONG))) for i in range(3)]
         aborts = [asyncio.create_task(llm.abort("0")) for _ in range(3)]

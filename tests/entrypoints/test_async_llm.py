@@ -138,13 +138,24 @@ def test_what_a_caller_does_to_the_prompt_of_an_output_does_not_reach_the_engine
     assert scores == [want.prompt_logprobs] * (1 if kind == "delta" else len(given))
 
 
-def test_a_slow_consumer_holds_up_nobody_and_gets_one_piece(llms) -> None:
+def test_a_slow_consumer_holds_up_nobody_and_gets_one_piece(llms, monkeypatch) -> None:
     _, llm = llms()
     params = SamplingParams(max_tokens=20, temperature=0, logprobs=0)
+    engine, given, taken = llm._thread._engine, [], threading.Event()
+    step = engine.step
+
+    def step_behind_the_first_piece():
+        assert not given or taken.wait(60)
+        outputs = step()
+        given.extend(outputs)
+        return outputs
+
+    monkeypatch.setattr(engine, "step", step_behind_the_first_piece)
 
     async def go():
         slow = llm.generate("x", params, output_kind="delta")
         first = await anext(slow)
+        taken.set()
         others = await asyncio.gather(*(collect(llm.generate("x", params, output_kind="final")) for _ in range(5)))
         while (await llm.stats()).num_running:
             await asyncio.sleep(0)

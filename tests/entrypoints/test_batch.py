@@ -344,22 +344,28 @@ from deepinfer.entrypoints.batch import BatchRunner
 from deepinfer.entrypoints.llm import LLM
 from deepinfer.entrypoints.result_file import ResultFile
 
+FEW = 20_000  # bytes: all kills together leave work over, however late they come
 fakes_file, source, output, kills = sys.argv[1:5]
 spec = importlib.util.spec_from_file_location("fakes", fakes_file)
 fakes = sys.modules["fakes"] = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(fakes)
 
-def start():
+def start(most=float("inf")):
+    def script(ids, step):
+        while os.path.getsize(output) > most:
+            time.sleep(0.001)  # until it is killed
+        return fakes.letters(ids, step)
+
     pid = os.fork()  # a fresh process each time would spend the test on imports
     if pid == 0:
-        llm = LLM.from_engine(fakes.FakeEngine(EngineConfig(max_num_seqs=4), None, fakes.letters))
+        llm = LLM.from_engine(fakes.FakeEngine(EngineConfig(max_num_seqs=4), None, script))
         os._exit(BatchRunner(llm, source, ResultFile(output)).run().exit_status)
     return pid
 
 rng = random.Random(1)
 for _ in range(int(kills)):
     enough = os.path.getsize(output) + rng.randrange(8000)  # by what is written: how fast that is differs by machine
-    pid = start()
+    pid = start(enough + FEW)
     while os.path.getsize(output) < enough:
         time.sleep(0.0005)
     time.sleep(rng.random() * 0.005)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deepinfer.core.tokenizer import Tokenizer
@@ -298,6 +298,7 @@ def test_images_are_counted_by_part_and_kept_in_order() -> None:
     assert prompt.to_ids(TOKENIZER).count(image) == 3
 
 
+@settings(deadline=None)
 @given(st.text(max_size=8).map(lambda text: text + FORGERY))
 def test_nothing_typed_becomes_a_control_token(typed: str) -> None:
     def request(text: str) -> dict[str, Any]:

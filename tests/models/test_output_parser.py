@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deepinfer.models.deepseek_v41_flash.chat import encode_chat
@@ -237,6 +237,7 @@ OTHERS = [
 fragments = st.sampled_from([*TAGS, *INNER_TAGS, *OTHERS])
 
 
+@settings(deadline=None)
 @given(st.lists(fragments, max_size=14).map("".join), st.booleans(), st.booleans(), st.data())
 def test_streaming_equals_one_shot(text: str, thinking: bool, parse_calls: bool, data: st.DataObject) -> None:
     whole = parse_completion(text, thinking, parse_calls=parse_calls)
@@ -260,6 +261,7 @@ values = st.recursive(
 calls = st.lists(st.tuples(names, st.dictionaries(names, values, max_size=3)), max_size=3)
 
 
+@settings(deadline=None)
 @given(texts, texts, calls)
 def test_undoes_the_encoder(reasoning: str, content: str, wanted: list[tuple[str, dict[str, Any]]]) -> None:
     message = {

@@ -100,11 +100,11 @@ def test_a_rank_that_is_gone_is_named(even_rows) -> None:
         return combine(rows, handle, None, torch.bfloat16)
 
     began = time.monotonic()
-    first, second, third = on_host(program, ranks=3)
+    first, second, third = on_host(program, ranks=3, timeout=60)
     assert second is None
     for outcome in (first, third):
         assert isinstance(outcome, RankLostError) and outcome.rank == 1 and outcome.op == "all_to_all"
-    assert time.monotonic() - began < 10.0
+    assert time.monotonic() - began < 30  # the timeout did not have to pass
 
 
 @pytest.mark.parametrize("even_rows", [0, 8], ids=["counted", "even"])

@@ -11,7 +11,7 @@ from deepinfer.ops.collectives import Rendezvous
 from deepinfer.ops.errors import RankLostError
 from deepinfer.ops.host import HostRuntime
 
-group = HostRuntime().communicator(Rendezvous.from_environment(timeout=20.0))
+group = HostRuntime().communicator(Rendezvous.from_environment(timeout=60.0))
 total = group.all_reduce(torch.tensor([group.rank + 1]))
 print(group.rank, group.world_size, total.item(), flush=True)
 if group.rank == 1:
@@ -19,7 +19,7 @@ if group.rank == 1:
 try:
     group.barrier()
 except RankLostError as error:
-    print(error.rank, error.op, error.seconds < 20.0, flush=True)
+    print(error.rank, error.op, error.seconds < 60.0, flush=True)
     group.close()
     sys.exit(7)
 """

@@ -20,13 +20,16 @@ def launch_ranks(program: str, *arguments: str, count: int = 2, timeout: float) 
     Returns:
         Exit statuses and standard outputs, in rank order.
     """
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
     started = []
-    for rank in range(count):
-        names = {"RANK": rank, "WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        environment = os.environ | {"OMP_NUM_THREADS": "1"} | {name: str(value) for name, value in names.items()}
-        command = [sys.executable, "-c", program, *arguments]
-        started.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True))
-    outputs = [process.communicate(timeout=timeout)[0] for process in started]
+    with socket.socket() as kept:
+        # Bound and not listening: rank 0 can have the port, and the system gives it to nobody else meanwhile.
+        kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        kept.bind(("127.0.0.1", 0))
+        port = kept.getsockname()[1]
+        for rank in range(count):
+            names = {"RANK": rank, "WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+            environment = os.environ | {"OMP_NUM_THREADS": "1"} | {name: str(value) for name, value in names.items()}
+            command = [sys.executable, "-c", program, *arguments]
+            started.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True))
+        outputs = [process.communicate(timeout=timeout)[0] for process in started]
     return [process.returncode for process in started], outputs

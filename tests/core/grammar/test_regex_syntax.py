@@ -73,6 +73,7 @@ def test_strings_and_lengths() -> None:
 ranges = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 5)).map(lambda p: (p[0], p[0] + p[1])), max_size=5)
 
 
+@settings(deadline=None)
 @given(left=ranges, right=ranges)
 def test_sets_of_characters(left, right) -> None:
     a, b = charset(left), charset(right)
