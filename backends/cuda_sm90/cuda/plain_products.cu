@@ -103,7 +103,9 @@ extern "C" __global__ void __cluster_dims__(kBlocksOfTile, 1, 1) __launch_bounds
       for (int i = 0; i < TOKENS / 2; i++) d[i] = total[kAddsParts ? i : 0];
     }
 #if CLUSTER
-    // Sums wait where tokens were, of which no copy is under way any more: this was the only tile.
+    // Sums wait where tokens were, of which no copy is under way any more, as this was the only tile, and which no warp's
+    // products read any more.
+    asm volatile("bar.sync 1, %0;" ::"n"(kConsumers) : "memory");
     const u32 exchange = tokens + thread * 16;
 #pragma unroll
     for (int i = 0; i < TOKENS / 8; i++) store_floats(exchange + i * 2048, d[4 * i], d[4 * i + 1], d[4 * i + 2], d[4 * i + 3]);
