@@ -31,6 +31,11 @@ def launches_of(
 ) -> tuple[list[Launch], list[Tensor]]:
     """Launches of every Triton implementation that takes a case, and the tensors that the case itself has."""
     arguments = make_case(op, case).args
+    return launches_with(backend, op, arguments, max_tokens), list(tensors_in(arguments.values()))
+
+
+def launches_with(backend: Backend, op: OpSpec[..., Any], arguments: dict[str, Any], max_tokens: int) -> list[Launch]:
+    """Launches of every Triton implementation that takes these arguments."""
     bound = op.signature.bind(**arguments)
     bound.apply_defaults()
     dims = op.static_dims(arguments)
@@ -41,7 +46,7 @@ def launches_of(
             with recording() as launches:
                 implementation.bind(dims, context).run(*bound.args)
             found += launches
-    return found, list(tensors_in(arguments.values()))
+    return found
 
 
 def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:

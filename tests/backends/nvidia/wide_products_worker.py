@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from many_rows_worker import changed
 
 from deepinfer.ops.formats import QTensor, QuantFormat
 from deepinfer.ops.registry import find_emulated
@@ -21,10 +22,9 @@ def codes(gen: torch.Generator, *shape: int, fmt: QuantFormat) -> QTensor:
 def main() -> None:
     """All that a packing holds; then each of a matrix, of groups and of experts, through the ops' own functions."""
     find_emulated("cuda_sm90")  # before any kernel is imported
-    from deepinfer.backends.cuda_sm90 import linear, narrow_experts
+    from deepinfer.backends.cuda_sm90 import linear, narrow_experts, wide_products
     from deepinfer.backends.cuda_sm90.packing import pack
     from deepinfer.backends.cuda_sm90.packing_narrow import pack_narrow
-    from deepinfer.backends.cuda_sm90.wide_products import product
     from deepinfer.backends.nvidia import linear as canonical
     from deepinfer.ops.quant import dequantize
 
@@ -34,12 +34,13 @@ def main() -> None:
     for fmt in ("mxfp8", "mxfp4"):
         whole = codes(gen, 256, 256, fmt=fmt)
         for packing in (pack, pack_narrow) if fmt == "mxfp4" else (pack,):
-            columns = product(torch.eye(256), packing(whole), torch.full((256, 256), torch.nan))
+            with changed(wide_products, _ROWS=128):  # each tile of rows reads all codes again, which takes long here
+                columns = wide_products.product(torch.eye(256), packing(whole), torch.full((256, 256), torch.nan))
             assert torch.equal(columns.t(), dequantize(whole, single)), (fmt, packing)
 
         matrix, experts = codes(gen, 256, 384, fmt=fmt), codes(gen, 3, 128, 256, fmt=fmt)
-        x, acc = torch.randn(5, 384, generator=gen), torch.randn(5, 256, generator=gen)
-        found = linear.linear_mx(x, pack(matrix), single, acc, out=torch.full((5, 256), torch.nan))
+        x, acc = torch.randn(21, 384, generator=gen), torch.randn(21, 256, generator=gen)  # two tiles, one of 5 rows
+        found = linear.linear_mx(x, pack(matrix), single, acc, out=torch.full((21, 256), torch.nan))
         assert torch.equal(found, canonical.linear_mx(x, matrix, single, acc)), fmt
 
         x = torch.randn(4, 3, 256, generator=gen)
