@@ -29,6 +29,16 @@ Entries = list[dict[str, Any]]
 Begun = dict[str, list[Future[Entries]]]
 
 
+@pytest.fixture(autouse=True)
+def in_order() -> Iterator[None]:
+    """Kernels in CUDA C++ that a test runs on the CPU access shared memory in an order that their barriers give."""
+    from cpu_programs import noted
+
+    with noted() as notes:
+        yield
+    assert notes.disorder() == []
+
+
 @dataclass(frozen=True)
 class Work:
     """A script over ops, in two processes.

@@ -1,151 +1,15 @@
-// CUDA threads on the CPU: each is a coroutine, and a barrier or a warp's exchange lets the others run until all are there.
-// Enough for kernels of this project whose only machine instructions are in small wrappers; those get plain C++ here.
-// Blocks of a cluster run together, clusters one after another.
+// CUDA's own functions and this project's wrappers of machine instructions, for threads on the CPU (`cuda_threads.h`): enough for
+// kernels whose only machine instructions are in small wrappers; those get plain C++ here.
 
-#include <ucontext.h>
-
-#include <algorithm>
-#include <cmath>
-#include <cstdint>
-#include <cstring>
-#include <functional>
-#include <vector>
-
-#define __device__
-#define __global__
-#define __forceinline__ inline
-#define __launch_bounds__(...)
-#define __cluster_dims__(...)
-#define __grid_constant__
-
-using std::max;
-using std::min;
-using u8 = unsigned char;
-using u16 = unsigned short;
-using u32 = unsigned int;
-using u64 = unsigned long long;
-struct uint4 {
-  u32 x, y, z, w;
-};
-struct uint2 {
-  u32 x, y;
-};
-struct float4 {
-  float x, y, z, w;
-};
-struct Place3 {
-  u32 x, y, z;
-};
-
-namespace simt {
-
-constexpr std::size_t kStackBytes = 64 << 10;
-
-struct Thread {
-  ucontext_t context;
-  std::vector<char> stack = std::vector<char>(kStackBytes);
-  Place3 thread, block;
-  bool done;
-  u64 given;  // to the exchange of its warp
-};
-struct Barrier {
-  int here = 0;
-  u64 turn = 0;
-};
-
-inline std::vector<Thread> threads;
-inline std::vector<Barrier> warps, blocks;
-inline Barrier all;
-inline std::vector<std::vector<u8>> shared;  // of each block
-inline ucontext_t scheduler;
-inline int current, per_block;
-inline std::function<void()> kernel;
-
-inline void wait(Barrier& barrier, int count) {
-  const u64 turn = barrier.turn;
-  if (++barrier.here == count) {
-    barrier.here = 0;
-    barrier.turn++;
-    return;
-  }
-  while (barrier.turn == turn) swapcontext(&threads[current].context, &scheduler);
-}
-inline int rank() { return current / per_block; }
-inline u8* memory(int block) { return reinterpret_cast<u8*>((reinterpret_cast<std::uintptr_t>(shared[block].data()) + 1023) & ~std::uintptr_t{1023}); }
-inline u8* memory() { return memory(rank()); }
-
-inline void body() {
-  kernel();
-  threads[current].done = true;
-  swapcontext(&threads[current].context, &scheduler);
-}
-
-// Runs `cluster` blocks of `count` threads to their end; shared memory starts with bytes that are no useful number.
-inline void run(int cluster, int count, std::size_t shared_bytes, Place3 first, std::function<void()> f) {
-  per_block = count;
-  kernel = std::move(f);
-  threads.resize(cluster * count);
-  warps.assign(cluster * count / 32, {});
-  blocks.assign(cluster, {});
-  all = {};
-  shared.assign(cluster, std::vector<u8>(shared_bytes + 1024, 0xFF));
-  for (int i = 0; i < cluster * count; i++) {
-    Thread& t = threads[i];
-    t.done = false;
-    t.thread = {static_cast<u32>(i % count), 0, 0};
-    t.block = {first.x + static_cast<u32>(i / count), first.y, first.z};
-    getcontext(&t.context);
-    t.context.uc_stack.ss_sp = t.stack.data();
-    t.context.uc_stack.ss_size = t.stack.size();
-    t.context.uc_link = &scheduler;
-    makecontext(&t.context, body, 0);
-  }
-  for (int left = cluster * count; left > 0;) {
-    for (current = 0; current < cluster * count; current++) {
-      if (threads[current].done) continue;
-      swapcontext(&scheduler, &threads[current].context);
-      left -= threads[current].done;
-    }
-  }
-}
-
-template <typename To, typename From>
-To cast(From from) {
-  To to{};
-  std::memcpy(&to, &from, min(sizeof to, sizeof from));
-  return to;
-}
-// What `read` makes of what the lanes gave; it is called with the first lane's number.
-template <typename T, typename F>
-auto exchange(T value, F read) {
-  threads[current].given = cast<u64>(value);
-  wait(warps[current / 32], 32);
-  const auto result = read(current / 32 * 32);
-  wait(warps[current / 32], 32);
-  return result;
-}
-template <typename T, typename F>
-T combine(T value, F f) {
-  return exchange(value, [&](int first) {
-    T result = cast<T>(threads[first].given);
-    for (int i = 1; i < 32; i++) result = f(result, cast<T>(threads[first + i].given));
-    return result;
-  });
-}
-template <typename T>
-T lane(T value, int number) {
-  return exchange(value, [&](int first) { return cast<T>(threads[first + number].given); });
-}
-
-}  // namespace simt
+#include "cuda_threads.h"
 
 #define threadIdx (simt::threads[simt::current].thread)
 #define blockIdx (simt::threads[simt::current].block)
 
 inline void __syncthreads() { simt::wait(simt::blocks[simt::rank()], simt::per_block); }
 template <typename T>
-T __shfl_sync(u32, T v, int from) {
-  return simt::lane(v, from & 31);
+T __shfl_sync(u32, T v, int from, int width = 32) {
+  return simt::lane(v, (simt::current & 31 & -width) | (from & (width - 1)));
 }
 template <typename T>
 T __shfl_xor_sync(u32, T v, int mask) {
@@ -163,13 +27,15 @@ inline u32 __reduce_add_sync(u32, u32 v) { return simt::combine(v, [](u32 a, u32
 inline u32 __reduce_max_sync(u32, u32 v) { return simt::combine(v, [](u32 a, u32 b) { return max(a, b); }); }
 inline int __reduce_max_sync(u32, int v) { return simt::combine(v, [](int a, int b) { return max(a, b); }); }
 template <typename T>
-T atomicAdd(T* p, T v) {
+UNSEEN T atomicAdd(T* p, T v) {
+  order::change(p, sizeof v, CALLED_FROM);
   const T before = *p;
   *p += v;
   return before;
 }
 template <typename T>
-T atomicOr(T* p, T v) {
+UNSEEN T atomicOr(T* p, T v) {
+  order::change(p, sizeof v, CALLED_FROM);
   const T before = *p;
   *p |= v;
   return before;
@@ -209,116 +75,135 @@ inline uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
 
 inline u32 shared_address(const void* p) { return static_cast<u32>(static_cast<const u8*>(p) - simt::memory()); }
 inline void __syncwarp() { simt::wait(simt::warps[simt::current / 32], 32); }
-inline void store_f32(u32 at, float v) { std::memcpy(simt::memory() + at, &v, 4); }
-inline float load_f32(u32 at) {
-  float v;
-  std::memcpy(&v, simt::memory() + at, 4);
-  return v;
-}
-inline void store_16(u32 at, u32 a, u32 b, u32 c, u32 d) {
-  const u32 v[4] = {a, b, c, d};
-  std::memcpy(simt::memory() + at, v, 16);
-}
+inline void store_f32(u32 at, float v) { simt::put(at, v); }
+inline float load_f32(u32 at) { return simt::get<float>(at); }
+inline void store_16(u32 at, u32 a, u32 b, u32 c, u32 d) { simt::put(at, uint4{a, b, c, d}); }
 inline void store_global(u16* to, const u32 (&v)[4]) { std::memcpy(to, v, 16); }
 inline void load_once(u32 (&v)[4], const u16* from) { std::memcpy(v, from, 16); }
 
 // A barrier in shared memory: arrivals of a phase, those still missing, bytes still missing, and the phase.
 struct SharedBarrier {
-  signed char arrivals, missing;
-  u16 phase;
-  int bytes;
+  u16 arrivals, missing;
+  int bytes : 31;
+  u32 phase : 1;
 };
-inline SharedBarrier& shared_barrier(u32 at) { return *reinterpret_cast<SharedBarrier*>(simt::memory() + at); }
-inline void barrier_turn(SharedBarrier& b) {
+UNSEEN inline SharedBarrier& shared_barrier(u32 at) { return *reinterpret_cast<SharedBarrier*>(simt::far(at)); }
+UNSEEN inline simt::Arrivals& arrivals_at(u32 at) { return simt::arrivals[simt::far(at)]; }
+UNSEEN inline void barrier_turn(u32 at) {
+  SharedBarrier& b = shared_barrier(at);
   if (b.missing != 0 || b.bytes != 0) return;
+  order::settle(arrivals_at(at).so_far);
+  arrivals_at(at).ended[b.phase] = arrivals_at(at).so_far;
   b.phase ^= 1;
+  simt::events++;
   b.missing = b.arrivals;
 }
-inline void barrier_init(u32 at, u32 arrivals) {
-  shared_barrier(at) = {static_cast<signed char>(arrivals), static_cast<signed char>(arrivals), 0, 0};
+UNSEEN inline void barrier_init(u32 at, u32 arrivals) {
+  order::write(simt::far(at), 8);
+  shared_barrier(at) = {static_cast<u16>(arrivals), static_cast<u16>(arrivals), 0, 0};
+  simt::arrivals.erase(simt::far(at));
 }
 inline void barrier_init_done() {}
-inline void barrier_arrive(u32 at) {
+UNSEEN inline void barrier_arrive(u32 at) {
+  order::read(simt::far(at), 8);  // it must have been made
+  order::give(arrivals_at(at).so_far);
   shared_barrier(at).missing--;
-  barrier_turn(shared_barrier(at));
+  barrier_turn(at);
 }
-inline void barrier_expect(u32 at, u32 bytes) {
+UNSEEN inline void barrier_expect(u32 at, u32 bytes) {
   shared_barrier(at).bytes += static_cast<int>(bytes);
   barrier_arrive(at);
 }
-inline void barrier_wait(u32 at, u32 phase) {
-  while (shared_barrier(at).phase == phase) swapcontext(&simt::threads[simt::current].context, &simt::scheduler);
+UNSEEN inline void barrier_wait(u32 at, u32 phase) {
+  order::read(simt::far(at), 8);
+  while (shared_barrier(at).phase == phase) simt::let_others_run();
+  order::take(arrivals_at(at).ended[phase]);
 }
-inline void copy_bytes(u32 to, const void* from, u32 bytes, u32 barrier) {
-  std::memcpy(simt::memory() + to, from, bytes);
-  shared_barrier(barrier).bytes -= static_cast<int>(bytes);
-  barrier_turn(shared_barrier(barrier));
+// The bytes of a copy have come.
+UNSEEN inline void barrier_counts(u32 at, u32 bytes) {
+  shared_barrier(at).bytes -= static_cast<int>(bytes);
+  barrier_turn(at);
 }
-
+UNSEEN inline void copy_bytes(u32 to, const void* from, u32 bytes, u32 barrier) {
+  order::counted_copy(simt::far(to), bytes, simt::far(barrier), arrivals_at(barrier).so_far, CALLED_FROM);
+  std::memcpy(simt::far(to), from, bytes);
+  barrier_counts(barrier, bytes);
+}
+UNSEEN inline void copy_to_block(u32 far, u32 from, u32 bytes, u32 barrier) {
+  order::copied_from(simt::far(from), bytes, CALLED_FROM);
+  copy_bytes(far, simt::far(from), bytes, barrier);
+}
+inline u32 address_in_block(u32 at, u32 block) { return at | (block + 1) << simt::kBlockBit; }
 inline void send_to_block(u32 to, u32 block, u32 from, u32 bytes, u32 barrier) {
-  std::memcpy(simt::memory(static_cast<int>(block)) + to, simt::memory() + from, bytes);
-  auto& b = *reinterpret_cast<SharedBarrier*>(simt::memory(static_cast<int>(block)) + barrier);
-  b.bytes -= static_cast<int>(bytes);
-  barrier_turn(b);
+  copy_to_block(address_in_block(to, block), from, bytes, address_in_block(barrier, block));
 }
-inline void wait_for_reads_of_copies() {}
-inline void mixers_meet() {
-  static std::vector<simt::Barrier> of_block(16);
-  simt::wait(of_block[simt::rank()], 128);
-}
+inline void wait_for_reads_of_copies() { order::wait_copied_from(); }
+// Of `count` threads of the block that come to one of its sixteen barriers.
+inline void named_meet(int which, int count) { simt::wait(simt::named[simt::rank() * 16 + which], count); }
+inline void named_arrive(int which, int count) { simt::come(simt::named[simt::rank() * 16 + which], count); }
 
 template <int Count>
 void more_registers() {}
 template <int Count>
 void fewer_registers() {}
-inline void fence_async_units() {}
+inline void fence_async_units() { order::show(); }
 inline void mma_fence() {}
-inline void mma_commit() {}
-inline void mma_wait_all() {}
+inline void mma_commit() { order::commit_products(); }
+// All lanes come here together, so what one has read another knows to be read.
+template <int Newest>
+void mma_wait_all_but() {
+  order::wait_products(Newest);
+  simt::Barrier& lanes = simt::products[simt::current / 32];
+  simt::wait_for(lanes, simt::come(lanes, 32, true));
+}
+inline void mma_wait_all() { mma_wait_all_but<0>(); }
+inline void mma_wait_all_but_newest() { mma_wait_all_but<1>(); }
 template <int N>
 void keep(float (&)[N]) {}
-inline void store_u32(u32 at, u32 v) { std::memcpy(simt::memory() + at, &v, 4); }
-inline u32 load_u32(u32 at) {
-  u32 v;
-  std::memcpy(&v, simt::memory() + at, 4);
-  return v;
+inline void store_u32(u32 at, u32 v) { simt::put(at, v); }
+inline u32 load_u32(u32 at) { return simt::get<u32>(at); }
+inline u64 load_u64(u32 at) { return simt::get<u64>(at); }
+inline void load_16(u32 (&v)[4], u32 at) {
+  const uint4 four = simt::get<uint4>(at);
+  v[0] = four.x;
+  v[1] = four.y;
+  v[2] = four.z;
+  v[3] = four.w;
 }
-inline void load_16(u32 (&v)[4], u32 at) { std::memcpy(v, simt::memory() + at, 16); }
-inline void fetch(u32 to, const void* from, u32 bytes, bool there) {
-  if (there) std::memcpy(simt::memory() + to, from, bytes);
-  else std::memset(simt::memory() + to, 0, bytes);
+inline void load_8(u32 (&v)[2], u32 at) {
+  const uint2 two = simt::get<uint2>(at);
+  v[0] = two.x;
+  v[1] = two.y;
+}
+UNSEEN inline void fetch(u32 to, const void* from, u32 bytes, bool there) {
+  order::own_copy(simt::far(to), bytes, CALLED_FROM);
+  if (there) std::memcpy(simt::far(to), from, bytes);
+  else std::memset(simt::far(to), 0, bytes);
 }
 inline void copy_16_or_zeros(u32 to, const void* from, bool there) { fetch(to, from, 16, there); }
 inline void copy_4_or_zeros(u32 to, const void* from, bool there, bool chosen) {
   if (chosen) fetch(to, from, 4, there);
 }
-inline u64 load_u64(u32 at) {
-  u64 v;
-  std::memcpy(&v, simt::memory() + at, 8);
-  return v;
-}
-inline void fetch_commit() {}
+inline void fetch_commit() { order::commit_own_copies(); }
 template <int Newest>
-void fetch_wait() {}
+void fetch_wait() {
+  order::wait_own_copies(Newest);
+}
 
-inline void cluster_meets() { simt::wait(simt::all, static_cast<int>(simt::threads.size())); }
+// Threads of all blocks of a cluster.
+inline u64 come_to_blocks(bool relaxed) { return simt::threads[simt::current].cluster_turn = simt::come(simt::all, simt::left, relaxed); }
+inline void cluster_meets() { simt::wait_for(simt::all, come_to_blocks(false)); }
 inline void blocks_meet() { cluster_meets(); }
-inline void block_is_there() {}
-inline void wait_for_blocks() {}
-inline u32 word_of_block(const u32* p, u32 block) {
-  u32 v;
-  std::memcpy(&v, simt::memory(static_cast<int>(block)) + shared_address(p), 4);
-  return v;
-}
-inline void give_block(u32* p, u32 block, u32 v) { std::memcpy(simt::memory(static_cast<int>(block)) + shared_address(p), &v, 4); }
-inline u32 address_in_block(u32 at, u32) { return at; }  // wrappers know which block is meant
-inline u32 cluster_load(u32 at) {
-  u32 v;
-  std::memcpy(&v, simt::memory(0) + at, 4);
-  return v;
-}
-inline u32 cluster_add(u32 at, u32 v) { return atomicAdd(reinterpret_cast<u32*>(simt::memory(0) + at), v); }
-inline void cluster_store(u32 at, u64 v) { std::memcpy(simt::memory(0) + at, &v, 8); }
+inline void blocks_leave() { simt::wait_for(simt::all, come_to_blocks(true)); }
+inline void block_is_there() { come_to_blocks(true); }
+inline void wait_for_blocks() { simt::wait_for(simt::all, simt::threads[simt::current].cluster_turn); }
+inline void say_ready() { block_is_there(); }
+inline void wait_until_ready() { wait_for_blocks(); }
+inline u32 word_of_block(const u32* p, u32 block) { return simt::get<u32>(address_in_block(shared_address(p), block)); }
+inline void give_block(u32* p, u32 block, u32 v) { simt::put(address_in_block(shared_address(p), block), v); }
+inline u32 cluster_load(u32 at) { return simt::get<u32>(at); }
+UNSEEN inline u32 cluster_add(u32 at, u32 v) { return atomicAdd(reinterpret_cast<u32*>(simt::far(at)), v); }
+inline void cluster_store(u32 at, u64 v) { simt::put(at, v); }
 
 inline float bf16_value(u32 bits) { return __uint_as_float(bits << 16); }
 inline u32 bf16_bits(float v) {
@@ -381,25 +266,15 @@ inline void add_columns(float (&sum)[4], u32 a, u32 b, u32 c, u32 d) {
   sum[2] += lower;
   sum[3] += lower;
 }
-// A warpgroup's product of 64 x 32 in registers and 32 x 2 N in shared memory, e4m3, rows along K with the 128-byte swizzle.
-template <int N>
-void mma_dots(float (&d)[N], const u32* a, u64 b, u32 accumulate) {
-  static std::vector<u32> first;
-  first.resize(simt::threads.size() * 4);
-  std::memcpy(&first[simt::current * 4], a, 16);
-  __syncthreads();
-  const int warp = simt::current / 32 * 32, lane = simt::current & 31;
-  for (int i = 0; i < N; i++) {
-    const int row = (lane >> 2) + (i >> 1 & 1) * 8, column = (i >> 2) * 8 + (lane & 3) * 2 + (i & 1);
-    float sum = accumulate ? d[i] : 0.f;
-    for (int k = 0; k < 32; k++) {
-      const u32 four = first[(warp + (row & 7) * 4 + ((k & 15) >> 2)) * 4 + (row >> 3) + (k >> 4) * 2];
-      const u32 plain = (static_cast<u32>(b & 0x3FFF) << 4) + (column >> 3) * 1024 + (column & 7) * 128 + k;
-      sum += e4m3_value(four >> 8 * (k & 3) & 255u) * e4m3_value(simt::memory()[plain ^ ((plain >> 7 & 7) << 4)]);
+// A product of the warp reads so many bytes of rows that run along K, from the descriptor's place on.
+inline void products_read_rows(u64 rows, int first, int count, int bytes) {
+  if (simt::current % 32 != 0) return;
+  for (int r = first; r < first + count; r++) {
+    for (int k = 0; k < bytes; k += 16) {
+      const u32 plain = (static_cast<u32>(rows & 0x3FFF) << 4) + (r >> 3) * 1024 + (r & 7) * 128 + k;
+      order::products_read(simt::memory() + (plain ^ ((plain >> 7 & 7) << 4)), 16);
     }
-    d[i] = sum;
   }
-  __syncthreads();
 }
 inline void load_matrices(u32 (&v)[4], u32 row) {
   const int own = simt::current & 31;
@@ -409,56 +284,32 @@ inline void hold(u32&) {}
 inline void hold(u64&) {}
 inline void hold(float&) {}
 inline void store_score(u64 at, u32 v) { std::memcpy(reinterpret_cast<void*>(at), &v, 4); }
-inline u32 load_u8(u32 at) { return simt::memory()[at]; }
+inline u32 load_u8(u32 at) { return simt::get<u8>(at); }
 inline u32 multiply_add(u32 a, u32 b, u32 c) { return a * b + c; }
-// What a descriptor of rows along K with the 128-byte swizzle has in row r, so many bfloat16 along.
-inline float tile_value(u64 rows, int r, int k) {
-  const u32 plain = (static_cast<u32>(rows & 0x3FFF) << 4) + (r >> 3) * 1024 + (r & 7) * 128 + k * 2;
-  u16 bits;
-  std::memcpy(&bits, simt::memory() + (plain ^ ((plain >> 7 & 7) << 4)), 2);
-  return bf16_value(bits);
-}
-// A warpgroup's product of 64 x 16 and 16 x 2 N, both in shared memory.
-template <int N>
-void multiply(float (&d)[N], u64 a, u64 b, u32 accumulate) {
-  const int warp = simt::current % simt::per_block / 32 % 4, lane = simt::current & 31;
-  for (int i = 0; i < N; i++) {
-    const int row = warp * 16 + (lane >> 2) + (i >> 1 & 1) * 8, column = (i >> 2) * 8 + (lane & 3) * 2 + (i & 1);
-    float sum = accumulate ? d[i] : 0.f;
-    for (int k = 0; k < 16; k++) sum += tile_value(a, row, k) * tile_value(b, column, k);
-    d[i] = sum;
-  }
-}
 
 // --- bulk copies by a tensor map, and sums that blocks of a grid leave for each other -------------------------------------
 
 // What `map_words` says of a matrix: its place, bytes of a pitch, rows, columns, and rows of a box; columns of a box are 64.
 struct TensorMap;
-inline void copy_box(u32 to, const TensorMap* map, int x, int y, u32 barrier) {
+UNSEEN inline void copy_box(u32 to, const TensorMap* map, int x, int y, u32 barrier) {
   const u64* const words = reinterpret_cast<const u64*>(map);
   for (u32 r = 0; r < words[4]; r++) {
     for (u32 chunk = 0; chunk < 8; chunk++) {
       const u64 row = y + r, column = x + chunk * 8;
       const bool there = row < words[2] && column < words[3];
       const u8* const from = reinterpret_cast<const u8*>(words[0]) + (there ? row * words[1] + column * 2 : 0);
-      fetch(to + r * 128 + (chunk ^ r % 8) * 16, from, 16, there);
+      u8* const place = simt::far(to + r * 128 + (chunk ^ r % 8) * 16);
+      if (there) std::memcpy(place, from, 16);
+      else std::memset(place, 0, 16);
     }
   }
-  shared_barrier(barrier).bytes -= static_cast<int>(words[4]) * 128;
-  barrier_turn(shared_barrier(barrier));
+  const u32 bytes = static_cast<u32>(words[4]) * 128;
+  order::counted_copy(simt::far(to), bytes, simt::far(barrier), arrivals_at(barrier).so_far, CALLED_FROM);
+  barrier_counts(barrier, bytes);
 }
-inline void store_8(u32 at, u32 a, u32 b) {
-  const u32 v[2] = {a, b};
-  std::memcpy(simt::memory() + at, v, 8);
-}
-inline void store_floats(u32 at, float a, float b, float c, float d) {
-  const float v[4] = {a, b, c, d};
-  std::memcpy(simt::memory() + at, v, 16);
-}
+inline void store_8(u32 at, u32 a, u32 b) { simt::put(at, uint2{a, b}); }
+inline void store_floats(u32 at, float a, float b, float c, float d) { simt::put(at, float4{a, b, c, d}); }
 inline float4 load_from_others(const float4* from) { return *from; }
 inline u32 arrive(u32* at) { return atomicAdd(at, 1u); }
-inline u64 ready = 0;  // threads of all clusters so far
-inline void say_ready() { ready++; }
-inline void wait_until_ready() {
-  while (ready % simt::threads.size() != 0) swapcontext(&simt::threads[simt::current].context, &simt::scheduler);
-}
+
+#include "cuda_on_cpu_mma.h"

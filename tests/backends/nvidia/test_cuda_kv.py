@@ -11,7 +11,7 @@ import torch
 
 pytest.importorskip("triton", reason="the fallback of this kernel")
 
-from cuda_on_cpu import on_cpu
+from cpu_programs import on_cpu
 
 from deepinfer.backends.cuda_sm90 import kv
 from deepinfer.backends.nvidia.ahead import resource_usage

@@ -11,7 +11,8 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="the fallback of this kernel")
 
-from cuda_on_cpu import map_words, on_cpu
+from cpu_programs import on_cpu
+from cuda_on_cpu import map_words
 
 from deepinfer.backends.cuda_sm90 import mix
 from deepinfer.backends.nvidia.ahead import resource_usage

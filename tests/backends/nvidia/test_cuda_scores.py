@@ -12,7 +12,7 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="the fallback of these kernels")
 
-from cuda_on_cpu import on_cpu
+from cpu_programs import on_cpu
 
 from deepinfer.backends.cuda_sm90 import scores
 from deepinfer.backends.nvidia.ahead import resource_usage
