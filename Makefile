@@ -4,12 +4,19 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
+define NO_TORCH
+make: torch could not be installed. What is wanted is the CPU build that constraints.txt names. The builds for CUDA, which are
+what Linux finds on PyPI, go with another Triton than the tests need. If pip said so above, set PIP_EXTRA_INDEX_URL to PyTorch's
+own index of CPU builds (pytorch.org names it under "Get started", for pip and CPU) and call make again.
+endef
+export NO_TORCH
+
 .PHONY: demo test lint types imports check proofs clean
 
 $(STAMP): pyproject.toml constraints.txt CMakeLists.txt $(wildcard core/native/* backends/cpu/native/*)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch numpy
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch numpy || { echo "$$NO_TORCH"; exit 1; }
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt "scikit-build-core>=1.0,<2" "pybind11>=2.13" ninja
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable ".[dev]"
 	touch $(STAMP)

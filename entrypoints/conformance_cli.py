@@ -52,6 +52,13 @@ def verify(
     raise typer.Exit(_guarded(lambda: _verify(backend, op)))
 
 
+_LEGEND = (
+    "proven, hardware: passed all its cases on such a device; emulated: in an interpreter or a twin; compiled: no more "
+    "is known, or its source was edited since. What is not proven on hardware runs its cases on this device before its "
+    "first use; `deepinfer verify` does it for all at once."
+)
+
+
 @app.command()
 def backends(
     backend: Annotated[str, typer.Option("--backend", "-b", help="Also list this one's ops.", metavar="NAME")] = "",
@@ -243,7 +250,11 @@ def _print_proofs(console: Any, row: dict[str, Any]) -> None:
     from rich.table import Table
 
     if row["missing"]:
-        console.print(f"the kernels of {row['name']} cannot be listed: {row['missing']}", highlight=False, markup=False)
+        console.print(
+            f"the kernels of {row['name']} cannot be listed: {row['missing']}; install it, no device is needed",
+            highlight=False,
+            markup=False,
+        )
         return
     table = Table(title=f"kernels of {row['name']}, whose device is not here", title_justify="left")
     for column in ("op", "kernel", "proven"):
@@ -255,6 +266,7 @@ def _print_proofs(console: Any, row: dict[str, Any]) -> None:
     rest = len(row["kernels"]) - sum(counts.values())
     proven = f"{counts['hardware']} proven on hardware, {counts['emulated']} in an interpreter"
     console.print(f"{len(row['kernels'])} kernels: {proven}, {rest} compiled only", highlight=False)
+    console.print(_LEGEND, style="dim", highlight=False)
 
 
 def _print_ops(console: Any, row: dict[str, Any]) -> None:
@@ -273,3 +285,4 @@ def _print_ops(console: Any, row: dict[str, Any]) -> None:
     native = sum(op["native"] for op in row["ops"])
     rest = "through the host" if any(op["implementation"] == THROUGH_HOST for op in row["ops"]) else "on the device"
     console.print(f"{native} of {len(row['ops'])} ops are native; references run {rest}", highlight=False)
+    console.print(_LEGEND, style="dim", highlight=False)

@@ -1,12 +1,15 @@
-"""Several requests in one event loop: python examples/async_streaming.py CHECKPOINT_FOLDER
+"""Several requests in one event loop: python examples/async_streaming.py [CHECKPOINT_FOLDER]
 
-`assets/deepinfer-tiny` is a small checkpoint to try it with; it knows short tasks and nothing else.
+Without a folder it runs the small checkpoint of this repository, which knows short tasks and nothing else.
 """
 
 import asyncio
 import sys
+from pathlib import Path
 
 from deepinfer import AsyncLLM, SamplingParams
+
+TINY = Path(__file__).resolve().parents[1] / "assets" / "deepinfer-tiny"
 
 
 async def follow(llm: AsyncLLM, name: str, prompt: str) -> None:
@@ -23,7 +26,7 @@ async def follow(llm: AsyncLLM, name: str, prompt: str) -> None:
 async def think_aloud(llm: AsyncLLM) -> None:
     """Print the reasoning and the answer of a conversation as they come."""
     conversation = [{"role": "user", "content": "What is 57 + 602 + 46?"}]
-    async for output in llm.chat(conversation, SamplingParams(temperature=0, max_tokens=24), output_kind="delta"):
+    async for output in llm.chat(conversation, SamplingParams(temperature=0, max_tokens=64), output_kind="delta"):
         for message in output.messages:
             print(f"chat: thought {message.reasoning_content or ''!r}, said {message.content!r}")
 
@@ -47,6 +50,6 @@ async def main(folder: str) -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2:
+    if len(sys.argv) > 2:
         sys.exit(__doc__)
-    asyncio.run(main(sys.argv[1]))
+    asyncio.run(main(sys.argv[1] if len(sys.argv) == 2 else str(TINY)))

@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 from importlib.util import find_spec
+from typing import Final
 
 import torch
 
 from deepinfer.ops.backend import Availability
 
 Capability = tuple[int, int]
+
+_PACKAGES: Final = {"triton": "triton", "cuda-core": "cuda.core", "cuda-bindings": "cuda.bindings"}
+"""Distributions of the extra `cuda`, and a module of each. A CUDA build of torch brings some of them, but not all."""
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:  # not even the package around it is there
+        return False
 
 
 def probe(capabilities: tuple[Capability, ...]) -> Availability:
@@ -19,8 +30,10 @@ def probe(capabilities: tuple[Capability, ...]) -> Availability:
     """
     if torch.version.cuda is None:
         return Availability(False, f"torch {torch.__version__} is built without CUDA; install a CUDA build of torch")
-    if find_spec("triton") is None:
-        return Availability(False, "triton is not installed; pip install triton cuda-core cuda-bindings")
+    missing = [package for package, module in _PACKAGES.items() if not _is_installed(module)]
+    if missing:
+        are = "is" if len(missing) == 1 else "are"
+        return Availability(False, f"{', '.join(missing)} {are} not installed; pip install {' '.join(missing)}")
     if not torch.cuda.is_available():
         return Availability(False, "torch sees no CUDA device; check the driver and CUDA_VISIBLE_DEVICES")
     found = torch.cuda.get_device_capability()

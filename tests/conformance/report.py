@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from deepinfer.conformance.html import page
@@ -18,9 +19,9 @@ def op_table(report: Report) -> Table:
     """A row per op: who ran it, how many cases passed, how close the worst element came to its tolerance."""
     table = Table(title=f"{report.backend}: conformance to op contract {report.contract}", title_justify="left")
     table.add_column("op", no_wrap=True, min_width=12)
-    table.add_column("ran on", no_wrap=True, min_width=12)
+    table.add_column("ran on", overflow="fold", min_width=12)
     for name in ("pass", "fail", "other", "error", "time"):
-        table.add_column(name, justify="right", no_wrap=True, min_width=6)
+        table.add_column(name, justify="right", no_wrap=True)
     table.caption = "error: the worst element's share of the tolerance; ops in grey ran on the reference"
     table.caption_justify = "left"
     for op, results in report.by_op().items():
@@ -80,7 +81,8 @@ def summary(report: Report) -> str:
 def case_line(result: CaseResult) -> str:
     """One line for a result as it comes."""
     style = _STYLES.get(result.status, "bold red")
-    return f"[{style}]{result.status}[/] {result.name} [dim]{result.implementation}[/]"
+    why = f" {escape(result.detail)}" if result.status == "unsupported" else ""
+    return f"[{style}]{result.status}[/] {result.name} [dim]{result.implementation}{why}[/]"
 
 
 def write_report(report: Report, folder: Path) -> tuple[Path, Path]:

@@ -52,12 +52,14 @@ def test_a_generation_serves_its_capabilities(
         assert f"A GPU has compute capability {capability[0]}.{capability[1]}" in answer.reason
 
 
-def test_a_missing_device_torch_or_triton_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_device_torch_or_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     probe = discover_backends()["cuda_sm90"].probe
     _device(monkeypatch, None)
     assert "torch sees no CUDA device" in probe().reason
     monkeypatch.setattr(probe_module, "find_spec", lambda name: None)
-    assert "triton is not installed" in probe().reason
+    assert "triton, cuda-core, cuda-bindings are not installed" in probe().reason
+    monkeypatch.setattr(probe_module, "find_spec", lambda name: None if name == "cuda.core" else object())
+    assert probe().reason == "cuda-core is not installed; pip install cuda-core"
     monkeypatch.setattr(torch.version, "cuda", None)
     assert "built without CUDA" in probe().reason
 
