@@ -4,7 +4,8 @@ The group moves bytes only. Sums are made here from what was gathered, in rank o
 order on every rank and for every size: results have the bits that the contract asks for, at the price of moving
 world_size times the data of a small tensor. Everything is queued on the current stream; nothing waits for the host.
 
-When something fails, every rank that noticed says so in the store, and the rank that said nothing is the one to name.
+When something fails, every rank that noticed says so in the store. The rank that said nothing is the one to name, or
+one that began when another's time was over already; clocks of hosts have to agree better than timeouts last.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from deepinfer.ops.reductions import (
 
 MakeGroup = Callable[[Store, int, int, timedelta], ProcessGroup]
 """(store, rank, world size, timeout) to a process group."""
+_LATE: Final = "did not take part in time"
 _REPORT_SECONDS: Final = 5.0
 """How long ranks that noticed a failure are waited for, so that the silent one can be named."""
 
@@ -235,22 +237,24 @@ class GroupCommunicator:
             raise self._error from error
 
     def _who_failed(self, op: str, began: float, *, is_late: bool) -> CollectiveError:
-        """The rank that does not report the failure that the others saw."""
-        self._store.set(f"failed {self.rank}", op)
-        seconds = time.monotonic() - began
-        patience = min(_REPORT_SECONDS, self.timeout)
-        if is_late:  # who comes late times out too, and must not report in time to pass for one of the others
-            patience = min(patience, seconds / 2)
-        deadline = time.monotonic() + patience
+        """The rank that does not report the failure that the others saw, or that came when it was too late."""
+        seconds, gave_up = time.monotonic() - began, time.time()
+        self._store.set(f"failed {self.rank}", str(gave_up - seconds))
+        deadline = time.monotonic() + min(_REPORT_SECONDS, self.timeout)
+        late = None
         for place in range(self.world_size):
             left = max(deadline - time.monotonic(), 0.001)
             try:
                 self._store.wait([f"failed {place}"], timedelta(seconds=left))
             except RuntimeError:
                 if is_late:
-                    return CollectiveTimeoutError(self.group[place], op, seconds, "did not take part in time")
+                    return CollectiveTimeoutError(self.group[place], op, seconds, _LATE)
                 seconds = time.monotonic() - began
                 return RankLostError(self.group[place], op, seconds, "is gone or does not answer")
+            if is_late and late is None and float(self._store.get(f"failed {place}")) > gave_up:
+                late = place
+        if late is not None:
+            return CollectiveTimeoutError(self.group[late], op, seconds, _LATE)
         return CollectiveError(self.group[self.rank], op, time.monotonic() - began, "and all others report a failure")
 
 

@@ -161,13 +161,33 @@ def test_a_late_rank_that_reports_a_failure_of_its_own_is_named_all_the_same() -
     def work(comm: GroupCommunicator) -> Any:
         if comm.rank == 1:  # as it would where its peers' data went with them: gloo has it and fails nobody
             comm._store.wait(["failed 0"], timedelta(seconds=60))
-            time.sleep(2.0)
-            comm._store.set("failed 1", "all_reduce")
+            comm._store.set("failed 1", str(time.time() + 0.001))
             return None
         comm.all_reduce(torch.ones(2), timeout=0.4)
 
     error, _ = _together(2, work, timeout=60.0)
     assert isinstance(error, CollectiveTimeoutError) and error.rank == 1, error
+
+
+def test_who_reports_and_came_in_time_is_not_named_for_one_who_never_came() -> None:
+    over = threading.Event()
+
+    def work(comm: GroupCommunicator) -> Any:
+        if comm.rank == 1:
+            comm._store.set("failed 1", str(time.time()))
+        if comm.rank > 0:
+            over.wait(60)
+            return
+        comm._store.wait(["failed 1"], timedelta(seconds=60))
+        try:
+            comm.all_reduce(torch.ones(2), timeout=0.4)
+        finally:
+            over.set()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("deepinfer.ops.process_groups._REPORT_SECONDS", 0.5)
+        error, *_ = _together(3, work, timeout=60.0)
+    assert isinstance(error, CollectiveTimeoutError) and error.rank == 2, error
 
 
 def test_a_collective_in_time_takes_its_timeout_without_harm() -> None:
