@@ -76,8 +76,8 @@ def shared_bytes(hidden: int) -> int:
     steps = hidden // BLOCKS // 64
     streams, matrix = _STAGES * _STREAMS * ROWS * 128, _MATRICES * _STREAMS * 3 * _COLUMNS * 128
     kept, weight, part = (steps + 2) * ROWS * 128, hidden // BLOCKS * 4, ROWS // BLOCKS * (_COLUMNS + 4) * 4
-    sums = (BLOCKS + 1) * part + 2 * BLOCKS * (part + 4 * ROWS) + 4 * 4 * ROWS
-    return streams + matrix + kept + weight + sums + 8 * (2 * _STAGES + 7) + 1024
+    sums = (BLOCKS + 1) * part + 2 * BLOCKS * (part + 4 * ROWS) + 5 * 4 * ROWS + 16 * (BLOCKS + 1)
+    return streams + matrix + kept + weight + sums + 8 * (2 * _STAGES + 8) + 1024
 
 
 def turns_of(num_rows: int, most: int) -> tuple[int, int, int]:

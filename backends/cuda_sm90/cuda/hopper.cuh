@@ -113,7 +113,8 @@ __device__ __forceinline__ float load_far_f32(u32 far) {
   asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(v) : "r"(far) : "memory");
   return v;
 }
-// The places that the thread's copies to other blocks read from may be written again behind this.
+// The places that the thread's copies to global memory read from may be written again behind this. Copies to other blocks are
+// not among those: only the barrier there says that they are done.
 __device__ __forceinline__ void wait_for_reads_of_copies() {
   asm volatile("cp.async.bulk.commit_group;\ncp.async.bulk.wait_group.read 0;" ::: "memory");
 }

@@ -25,12 +25,13 @@ constexpr u32 kPartBytes = kOwnRows * kPitch * 4, kSquareBytes = kRows * 4, kSen
 // Places in shared memory. Parts of the matrix are at the start of what they share with kept values, which are at its end.
 constexpr u32 kStagesAt = 0, kMatricesAt = kStagesAt + STAGES * kStageBytes;
 constexpr u32 kKeptEnd = kMatricesAt + MATRICES * kMatrixBytes + kKept * kWriters * 512;
-constexpr u32 kWeightAt = kKeptEnd, kSquaresAt = kWeightAt + kSlice * 4;  // [2][kRows]: of streams, of what is read
-constexpr u32 kSendAt = kSquaresAt + 2 * kSquareBytes, kReceivedAt = kSendAt + kBlocks * kPartBytes;
+constexpr u32 kWeightAt = kKeptEnd, kSquaresAt = kWeightAt + kSlice * 4;  // [3][kRows]: of streams; of what is read, by turns
+constexpr u32 kSendAt = kSquaresAt + 3 * kSquareBytes, kReceivedAt = kSendAt + kBlocks * kPartBytes;
 constexpr u32 kMixAt = kReceivedAt + 2 * kBlocks * kSentBytes, kInverseAt = kMixAt + kPartBytes;
-constexpr u32 kBarriersAt = kInverseAt + 2 * kSquareBytes;
+constexpr u32 kTakenAt = kInverseAt + 2 * kSquareBytes, kWordBytes = 16;  // [kBlocks + 1]: of all blocks, and the one that is sent
+constexpr u32 kBarriersAt = kTakenAt + (kBlocks + 1) * kWordBytes;
 constexpr u32 kWritten = kBarriersAt, kMixed = kWritten + STAGES * 8, kFull = kMixed + STAGES * 8;
-constexpr u32 kReceived = kFull + kMostMatrices * 8, kInverse = kReceived + 16;
+constexpr u32 kReceived = kFull + kMostMatrices * 8, kInverse = kReceived + 16, kTaken = kInverse + 8;
 static_assert(kWriters * kWriterRegisters + kMixers * kMixerRegisters <= (kWriters + kMixers) * kRegisters);
 static_assert(kStep * kSteps * kBlocks == HIDDEN && kSteps >= 3 && kSteps >= STAGES && kTermBytes % 1024 == 0);
 
@@ -263,7 +264,7 @@ __device__ __forceinline__ void write_streams(const Params& p, u32 memory) {
         }
         if (chunk == 0) {
           store_f32(memory + kSquaresAt + tile_row * 4, squares);
-          store_f32(memory + kSquaresAt + kSquareBytes + tile_row * 4, read_squares);
+          store_f32(memory + kSquaresAt + (1 + turn % 2) * kSquareBytes + tile_row * 4, read_squares);
         }
       }
       fence_async_units();
@@ -288,9 +289,14 @@ __device__ __forceinline__ void write_streams(const Params& p, u32 memory) {
 
 // --- mixers -------------------------------------------------------------------------------------------------------------
 
-// This block's sums of a tile to the blocks that go on with them: of 8 rows each, and squares of what is read to all.
+// This block's sums of a tile to the blocks that go on with them: of 8 rows each, and squares of what is read to all. Only
+// who receives a copy knows that its source has been read, and says so (`receive`): sums wait for that before they come there
+// again. Squares come to two places in turn. What others send in the next turn they send after they received these, and writers
+// wait for its `kInverse` before they come to the same place.
 __device__ __forceinline__ void send(u32 memory, const float (&d)[kWidth / 2], int turn) {
   const int thread = threadIdx.x % 128, group = thread % 32 / 4, block = blockIdx.x % kBlocks;
+  if (turn > 0) barrier_wait(memory + kTaken, (turn - 1) & 1);
+  if (thread == 0) barrier_expect(memory + kTaken, kBlocks * kWordBytes);
 #pragma unroll
   for (int half = 0; half < 2; half++) {
     const u32 own = memory + kSendAt + (thread / 32 * 2 + half) * kPartBytes + group * kPitch * 4;
@@ -313,17 +319,19 @@ __device__ __forceinline__ void send(u32 memory, const float (&d)[kWidth / 2], i
     const u32 squares = memory + kReceivedAt + (turn % 2 * kBlocks * kSentBytes + kBlocks * kPartBytes) + block * kSquareBytes;
     const u32 barrier = memory + kReceived + turn % 2 * 8;
     send_to_block(to, thread, memory + kSendAt + thread * kPartBytes, kPartBytes, barrier);
-    send_to_block(squares, thread, memory + kSquaresAt + kSquareBytes, kSquareBytes, barrier);
-    wait_for_reads_of_copies();  // writers and mixers may come back to those places
+    send_to_block(squares, thread, memory + kSquaresAt + (1 + turn % 2) * kSquareBytes, kSquareBytes, barrier);
   }
   __syncwarp();
 }
 
 // Sums over all blocks: what norms of the tile need, and mixes of this block's rows.
-__device__ __forceinline__ void receive(const Params& p, u32 memory, int turn) {
+__device__ __forceinline__ void receive(const Params& p, u32 memory, int turn, bool last) {
   const int thread = threadIdx.x % 128;
   const u32 parts = memory + kReceivedAt + turn % 2 * kBlocks * kSentBytes;
   barrier_wait(memory + kReceived + turn % 2 * 8, turn / 2 & 1);
+  if (!last && thread < kBlocks) {  // a word to all whose parts are here; its bytes mean nothing
+    send_to_block(memory + kTakenAt + blockIdx.x % kBlocks * kWordBytes, thread, memory + kTakenAt + kBlocks * kWordBytes, kWordBytes, memory + kTaken);
+  }
   const auto sum = [&](u32 at, u32 pitch) {
     float total = load_f32(at);
 #pragma unroll
@@ -425,11 +433,11 @@ __device__ __forceinline__ void mix_streams(const Params& p, u32 memory) {
         stage = 0;
         written_phase ^= 1;
       }
-      if (turn > 0 && step == 0) receive(p, memory, turn - 1);
+      if (turn > 0 && step == 0) receive(p, memory, turn - 1, false);
       if (turn > 0 && step == 1) weigh(p, memory, turn - 1);
     }
   }
-  receive(p, memory, turns - 1);
+  receive(p, memory, turns - 1, true);
   weigh(p, memory, turns - 1);
 }
 
@@ -446,6 +454,7 @@ extern "C" __global__ void __cluster_dims__(8, 1, 1) __launch_bounds__(kThreads,
     for (int i = 0; i < kMostMatrices; i++) barrier_init(memory + kFull + i * 8, 1);
     for (int i = 0; i < 2; i++) barrier_init(memory + kReceived + i * 8, 1);
     barrier_init(memory + kInverse, 2);
+    barrier_init(memory + kTaken, 1);
     barrier_init_done();
   }
   for (int i = threadIdx.x; i < kSlice; i += kThreads) store_f32(memory + kWeightAt + i * 4, p.weight[blockIdx.x % kBlocks * kSlice + i]);

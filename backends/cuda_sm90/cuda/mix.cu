@@ -25,7 +25,8 @@ __device__ __forceinline__ u32 arrive(u32* at) {
   asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(at) : "memory");
   return before;
 }
-// Blocks of a cluster say that their barriers are made, and wait for the others' before they send anything there.
+// Blocks of a cluster say that their barriers are made, and wait for the others' before they send anything there; and that all
+// has come that others sent, before which those must not end.
 __device__ __forceinline__ void say_ready() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wait_until_ready() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 // So many bytes to where another block of the cluster has what this block has at `to`, whose barrier there counts them.
@@ -116,6 +117,7 @@ __device__ __forceinline__ void sum_tile(float (&sums)[kSums], u32 memory, int p
       mma_wait_all();
       keep(d);
       keep(squares);
+      __syncwarp();  // all lanes have read
       if (threadIdx.x % 32 == 0) barrier_arrive(memory + kEmpty + stage * 8);
     }
 #pragma unroll
@@ -157,6 +159,23 @@ __device__ __forceinline__ void store_part(const Params& p, const float4 (&sums)
   for (int i = 0; i < N; i++) {
     if ((quad + i) * 4 < p.rows && lane % 8 < kPitch / 4) to[i * kParts * (kQuadFloats / 4)] = sums[i];
   }
+}
+
+// Adds up what the blocks of a cluster sent of four rows; the warp that brings the last part of them finishes them.
+__device__ __forceinline__ void add_up(const Params& p, u32 received, int quad, int part) {
+  const int lane = threadIdx.x % 32;
+  float4 v[BLOCKS], total[1];
+#pragma unroll
+  for (int i = 0; i < BLOCKS; i++) v[i] = load_own(received + i * kSentBytes + ((threadIdx.x / 32 * 4 + lane / 8) * kPitch + min(lane % 8, 6) * 4) * 4);
+  total[0] = add_as_tree(v);
+  if (quad * 4 >= p.rows) return;
+  store_part(p, total, quad, part);
+  __syncwarp();
+  const u32 before = lane == 0 ? arrive(p.arrivals + quad) : 0;
+  if (__shfl_sync(0xFFFFFFFFu, before, 0) != kParts - 1) return;
+  __syncwarp();  // what the first lane has seen of others' parts all lanes see
+  finish(p, quad);
+  if (lane == 0) p.arrivals[quad] = 0;
 }
 
 extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(kMultipliers + 32) mix(const __grid_constant__ Params p) {
@@ -202,23 +221,13 @@ extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(kMul
     wait_until_ready();
     if (lane < 2) {  // eight rows of the tile to each block
       send_to_block(received + share % BLOCKS * kSentBytes, warp * 2 + lane, own + lane * kSentBytes, kSentBytes, memory + kReceived);
-      wait_for_reads_of_copies();
     }
-    if (warp < 2) {
-      barrier_wait(memory + kReceived, 0);
-      float4 v[BLOCKS], total[1];
-#pragma unroll
-      for (int i = 0; i < BLOCKS; i++) v[i] = load_own(received + i * kSentBytes + ((warp * 4 + lane / 8) * kPitch + min(lane % 8, 6) * 4) * 4);
-      total[0] = add_as_tree(v);
-      const int quad = first * (kRows / 4) + share % BLOCKS * 2 + warp;
-      if (quad * 4 >= p.rows) return;
-      store_part(p, total, quad, share / BLOCKS);
-      __syncwarp();
-      const u32 before = lane == 0 ? arrive(p.arrivals + quad) : 0;
-      if (__shfl_sync(0xFFFFFFFFu, before, 0) != kParts - 1) return;
-      finish(p, quad);
-      if (lane == 0) p.arrivals[quad] = 0;
-    }
+    if (warp < 2) barrier_wait(memory + kReceived, 0);
+    __syncwarp();
+    say_ready();
+    if (warp < 2) add_up(p, received, first * (kRows / 4) + share % BLOCKS * 2 + warp, share / BLOCKS);
+    __syncwarp();
+    wait_until_ready();  // what this block sent has come
     return;
   }
   const u32 own = memory + kSumsAt + warp * kQuadFloats * 4;

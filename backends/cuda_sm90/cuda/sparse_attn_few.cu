@@ -5,7 +5,7 @@
 // the probabilities of all tiles with 64 of the 512 channels, tile after tile, so that each sum adds in the order of one
 // block. In between, blocks send their tiles' maxima to all; everyone follows the references of all heads from tile to tile;
 // tiles are cut into their eight parts, which go to the blocks that multiply with them, to where queries and unused keys
-// were; and when a block has sent its parts, it fetches the probabilities of all tiles to where they were.
+// were; and when all parts have come, a block fetches the probabilities of all tiles to where its own tile was.
 //
 // Macros: those of `attention.cuh`.
 
@@ -131,7 +131,10 @@ extern "C" __global__ void __cluster_dims__(kBlocks, 1, 1) __launch_bounds__(512
     store_16(share + 6144, second[4], second[5], second[6], second[7]);
     store_floats(share_sums + group * kSumBytes + (thread & 127) * 16, lower0, lower1, upper0, upper1);
   }
-  blocks_meet();  // all probabilities are there
+  // A block's tile is used again when others have its parts, which only their barriers say: with one warp of every block that
+  // waits for what comes, nothing is under way behind the meeting.
+  if (warp == 15) barrier_wait(parts_full, 0);
+  blocks_meet();  // all probabilities are there, and all parts
 
   // The first parts of a block's second buffer are its own tile's or one that came; so is one of the first buffer.
   auto probabilities_of = [&](int i) { return i < 7 ? tiles + (i + (i >= block)) * kPart : tiles + kTileBytes + (i - 5) * kPart; };
@@ -147,8 +150,6 @@ extern "C" __global__ void __cluster_dims__(kBlocks, 1, 1) __launch_bounds__(512
       load_far_16(fetched[k], address_in_block(shares + i / kBlocks * kShareBytes + thread * 16, i % kBlocks));
       if (thread < 128) load_far_16(fetched_sums[k], address_in_block(share_sums + i / kBlocks * kSumBytes + thread * 16, i % kBlocks));
     }
-    if (scores && (thread & 127) == 0) wait_for_reads_of_copies();  // of the tile's parts, to whose places these come
-    __syncthreads();
 #pragma unroll
     for (int k = 0; k < kMostTiles; k++) {
       const int i = turned(k);
