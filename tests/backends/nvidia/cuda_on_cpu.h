@@ -100,10 +100,11 @@ UNSEEN inline void barrier_turn(u32 at) {
 }
 UNSEEN inline void barrier_init(u32 at, u32 arrivals) {
   order::write(simt::far(at), 8);
+  order::make_barrier(simt::far(at));
   shared_barrier(at) = {static_cast<u16>(arrivals), static_cast<u16>(arrivals), 0, 0};
   simt::arrivals.erase(simt::far(at));
 }
-inline void barrier_init_done() {}
+inline void barrier_init_done() { order::barriers_are_made(); }
 UNSEEN inline void barrier_arrive(u32 at) {
   order::read(simt::far(at), 8);  // it must have been made
   order::give(arrivals_at(at).so_far);
@@ -125,12 +126,13 @@ UNSEEN inline void barrier_counts(u32 at, u32 bytes) {
   barrier_turn(at);
 }
 UNSEEN inline void copy_bytes(u32 to, const void* from, u32 bytes, u32 barrier) {
+  order::counts_on(simt::far(barrier), CALLED_FROM);
   order::counted_copy(simt::far(to), bytes, simt::far(barrier), arrivals_at(barrier).so_far, CALLED_FROM);
   std::memcpy(simt::far(to), from, bytes);
   barrier_counts(barrier, bytes);
 }
 UNSEEN inline void copy_to_block(u32 far, u32 from, u32 bytes, u32 barrier) {
-  order::copied_from(simt::far(from), bytes, CALLED_FROM);
+  order::counted_source(simt::far(from), bytes, simt::far(barrier), CALLED_FROM);
   copy_bytes(far, simt::far(from), bytes, barrier);
 }
 inline u32 address_in_block(u32 at, u32 block) { return at | (block + 1) << simt::kBlockBit; }
@@ -304,6 +306,7 @@ UNSEEN inline void copy_box(u32 to, const TensorMap* map, int x, int y, u32 barr
     }
   }
   const u32 bytes = static_cast<u32>(words[4]) * 128;
+  order::counts_on(simt::far(barrier), CALLED_FROM);
   order::counted_copy(simt::far(to), bytes, simt::far(barrier), arrivals_at(barrier).so_far, CALLED_FROM);
   barrier_counts(barrier, bytes);
 }

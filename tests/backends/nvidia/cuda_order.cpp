@@ -87,24 +87,29 @@ struct Event {
   bool beside, atomic;  // by an asynchronous unit
 };
 struct Cell {
-  Event last = {};
-  std::vector<Event> reads;
+  Event last = {};  // that wrote, and was not atomic
+  std::vector<Event> reads, atomics;  // since then, the last of each line
 };
 struct Thread {
   Point knows;
   bool left = false;
   u32 own_copies = 0, products = 0;  // groups so far
 };
+// A barrier in shared memory: who made it when, and whether others were let see it.
+struct Made {
+  u32 line, time;
+  bool done;
+};
 enum Beside { kProducts, kOwnCopies, kCopiesFrom, kCounted };
 using Finding = std::tuple<std::string, const void*, const void*>;  // what, and two places in the code
-constexpr std::size_t kCellBytes = 1;
 
 static const int* running;
 static int per_block, count;
 static u8* memory;
 static std::size_t block_bytes, all_bytes;
 static std::vector<Thread> threads;
-static std::vector<Cell> cells;
+static std::map<const void*, Made> barriers;
+static std::vector<Cell> cells;  // a byte each
 static std::map<std::pair<Beside, std::uintptr_t>, u32> lines_beside;  // by what it is, and whose
 static std::vector<u32> times_beside;
 static std::vector<std::map<u32, Event>> far;  // the last accesses of other blocks to a block's memory, by their lines
@@ -136,25 +141,33 @@ static void access(const void* p, std::size_t bytes, const Event& event, bool wr
   const Point& knows = own();
   const std::size_t from = static_cast<const u8*>(p) - memory, block = from / block_bytes, at = from % block_bytes;
   if (static_cast<int>(block) != *running / per_block) check_other_block(event, block, at);
-  const auto concerns = [&](const Event& before) { return before.line != event.line && !(before.atomic && event.atomic); };
-  for (std::size_t i = from / kCellBytes; i * kCellBytes < from + bytes; i++) {
+  // a thread knows what it did itself, and nobody knows of copies of one barrier or group what came first
+  const auto concerns = [&](const Event& before) { return before.line != event.line || event.line >= static_cast<u32>(count); };
+  const auto check_write = [&](const Event& last) {
+    if (!concerns(last)) return;
+    const int needed = writes && last.beside ? kPassed : kWritten;  // a copy that was waited for is over
+    if (time_of(knows, needed, last.line) < last.time) report(writes ? "write after write" : "read after write", last, event, at);
+    else if (event.beside && !last.beside && time_of(knows, kShown, last.line) < last.time) report("no fence before an asynchronous unit", last, event, at);
+  };
+  for (std::size_t i = from; i < from + bytes; i++) {
     Cell& cell = cells[i];
-    const Event& last = cell.last;
-    if (last.time != 0 && concerns(last)) {
-      if (time_of(knows, kWritten, last.line) < last.time) report(writes ? "write after write" : "read after write", last, event, at);
-      else if (event.beside && !last.beside && time_of(knows, kShown, last.line) < last.time) report("no fence before an asynchronous unit", last, event, at);
-    }
+    if (cell.last.time != 0) check_write(cell.last);
+    if (!event.atomic) std::for_each(cell.atomics.begin(), cell.atomics.end(), check_write);
     if (writes) {
       for (const Event& read : cell.reads) {
         if (concerns(read) && time_of(knows, kPassed, read.line) < read.time) report("write after read", read, event, at);
       }
+    }
+    if (writes && !event.atomic) {
       cell.reads.clear();
+      cell.atomics.clear();
       cell.last = event;
       continue;
     }
-    const auto same = std::find_if(cell.reads.begin(), cell.reads.end(), [&](const Event& read) { return read.line == event.line; });
-    if (same != cell.reads.end()) *same = event;
-    else cell.reads.push_back(event);
+    auto& others = event.atomic ? cell.atomics : cell.reads;
+    const auto same = std::find_if(others.begin(), others.end(), [&](const Event& other) { return other.line == event.line; });
+    if (same != others.end()) *same = event;
+    else others.push_back(event);
   }
 }
 static void own_access(const void* p, std::size_t bytes, const void* place, bool writes, bool atomic = false) {
@@ -165,6 +178,19 @@ static void own_access(const void* p, std::size_t bytes, const void* place, bool
 
 void read(const void* p, std::size_t bytes) { own_access(p, bytes, CALLED_FROM, false); }
 void write(const void* p, std::size_t bytes) { own_access(p, bytes, CALLED_FROM, true); }
+void counts_on(const void* barrier, const void* place) {
+  const auto at = barriers.find(barrier);
+  if (at == barriers.end() || !at->second.done || time_of(own(), kPassed, at->second.line) < at->second.time) {
+    report("before its barrier is made", {}, {0, 0, place, true, false}, static_cast<const u8*>(barrier) - memory);
+  }
+}
+void make_barrier(const void* barrier) {
+  const u32 line = static_cast<u32>(*running);
+  barriers[barrier] = {line, time_of(own(), kWritten, line), false};
+}
+void barriers_are_made() {
+  for (auto& [place, made] : barriers) made.done |= made.line == static_cast<u32>(*running);
+}
 void change(const void* p, std::size_t bytes, const void* place) { own_access(p, bytes, place, true, true); }
 
 const char* findings() {
@@ -194,9 +220,10 @@ void begin(int cluster, int threads_of_block, u8* first_byte, std::size_t bytes_
   block_bytes = bytes_of_block;
   all_bytes = cluster * bytes_of_block;
   threads.assign(count, {});
-  cells.assign(all_bytes / kCellBytes, {});
+  cells.assign(all_bytes, {});
   lines_beside.clear();
   times_beside.clear();
+  barriers.clear();
   far.assign(cluster, {});
   for (int i = 0; i < count; i++) {
     learn(threads[i].knows, kWritten, i, 1);
@@ -209,7 +236,16 @@ void leave() {
   for (int i = first; i < first + per_block; i++) {
     if (!threads[i].left) return;
   }
-  for (const auto& [line, event] : far[block]) {
+  // of what others do to the block's memory, and of what goes on beside its own threads, the latest of each line
+  std::map<u32, Event> latest = far[block];
+  const auto add = [&](const Event& event) {
+    if (event.time != 0 && event.beside && event.time >= latest[event.line].time) latest[event.line] = event;
+  };
+  for (std::size_t i = block * block_bytes; i < (block + 1) * block_bytes; i++) {
+    add(cells[i].last);
+    for (const Event& event : cells[i].reads) add(event);
+  }
+  for (const auto& [line, event] : latest) {
     bool known = false;
     for (int i = first; i < first + per_block; i++) known |= time_of(threads[i].knows, kPassed, line) >= event.time;
     if (!known) report("its block may end before", {}, event, 0);
@@ -261,14 +297,20 @@ void show() {
     const Step step = knows.more[i];
     if (step.which == kWritten) knows.more.push_back({kShown, step.line, step.time});
   }
+  move_on(time_of(knows, kWritten, *running) + 1);  // what the thread writes from now on is not shown
 }
 
 // --- what goes on beside threads ----------------------------------------------------------------------------------------
 
+void counted_source(const void* from, std::size_t bytes, const void* barrier, const void* place) {
+  const u32 line = line_of(kCounted, reinterpret_cast<std::uintptr_t>(barrier));
+  access(from, bytes, {line, times_beside[line - count] + 1, place, true, false}, false);
+}
 void counted_copy(const void* to, std::size_t bytes, const void* barrier, Point& point, const void* place) {
   const u32 line = line_of(kCounted, reinterpret_cast<std::uintptr_t>(barrier)), time = ++times_beside[line - count];
   access(to, bytes, {line, time, place, true, false}, true);
   join_passed(point);  // what came before the copy's start came before its end
+  move_on(time_of(own(), kWritten, *running) + 1);
   for (const int which : {kWritten, kShown, kPassed}) learn(point, which, line, time);
 }
 void copied_from(const void* from, std::size_t bytes, const void* place) {

@@ -48,9 +48,16 @@ void read(const void* p, std::size_t bytes);
 void write(const void* p, std::size_t bytes);
 void change(const void* p, std::size_t bytes, const void* place);
 
-// A copy to shared memory of which `barrier` counts the bytes; who waits for that takes `point`.
+// Barriers in shared memory: the thread makes one, lets others see those that it made, or starts a copy that one counts.
+void make_barrier(const void* barrier);
+void barriers_are_made();
+void counts_on(const void* barrier, const void* place);
+
+// A copy to shared memory of which `barrier` counts the bytes, and what such a copy reads there; who waits for the barrier takes
+// `point`. No thread waits in another way: `cp.async.bulk.commit_group` has no part in copies that a barrier counts.
+void counted_source(const void* from, std::size_t bytes, const void* barrier, const void* place);
 void counted_copy(const void* to, std::size_t bytes, const void* barrier, Point& point, const void* place);
-// A bulk copy reads from shared memory until its thread has waited for that.
+// A bulk copy to global memory reads until its thread has waited for that.
 void copied_from(const void* from, std::size_t bytes, const void* place);
 void wait_copied_from();
 // A thread's own small copies, ordinary writes that are there when the thread has waited for their group, or who takes `to`.

@@ -104,6 +104,30 @@ FAULTS = {
         Fault("cuts.cu", "  wait_for_blocks();\n", "  if (threadIdx.x != 5) __syncthreads();\n  wait_for_blocks();\n"),
         "nobody can go on",
     ),
+    "shows to bulk copies what it writes afterwards": (
+        of_logits_of_few,
+        Fault(
+            "mix.cu",
+            "    lay_out(own + kSentBytes, sums, 1, 0, 8);\n    fence_async_units();\n",
+            "    fence_async_units();\n    lay_out(own + kSentBytes, sums, 1, 0, 8);\n",
+        ),
+        "no fence before an asynchronous unit: mix.cu",
+    ),
+    "starts copies before others see the barrier": (
+        of_logits_of_few,
+        Fault("mix.cu", "    barrier_init_done();\n"),
+        "before its barrier is made",
+    ),
+    "ends while others fetch its sums": (
+        of_logits_of_few,
+        Fault("mix.cu", "    wait_until_ready();  // what this block sent has come\n"),
+        "its block may end before",
+    ),
+    "adds up bits that others may not have set": (
+        of_attention_form(Form.GATHERED),
+        Fault("gather_records.cu", "  if (gathers) {\n    __syncthreads();\n", "  if (gathers) {\n"),
+        "read after write",
+    ),
     "copies in bulk what was written without a fence": (
         of_logits_of_few,
         Fault(
@@ -157,7 +181,7 @@ FAULTS = {
     ),
     "fetches over a tile that is being sent": (
         of_attention_form(Form.FEW),
-        Fault("sparse_attn_few.cu", "    if (scores && (thread & 127) == 0) wait_for_reads_of_copies();"),
+        Fault("sparse_attn_few.cu", "  if (warp == 15) barrier_wait(parts_full, 0);\n"),
         "write after read",
     ),
 }

@@ -24,6 +24,8 @@ from deepinfer.ops.cases.common import normal, quantised
 from deepinfer.ops.formats import QTensor, QuantFormat
 
 N, K = 256, 384
+LONG = 2048
+"""A depth for which stages are filled again while products go on, and parts of K have several blocks."""
 Form = products.Form | plain_products.PlainForm
 
 
@@ -82,6 +84,15 @@ def test_rows_of_dense_products_keep_their_bits(fmt: QuantFormat, device: Device
     assert [form.ahead for form in device.launched] == [False, fmt == "mxfp8"]
 
 
+def test_stages_that_are_read_ahead_come_again(device: Device) -> None:
+    x, weight = operands(5, "mxfp8", 128, LONG)
+    device.processors = 99
+    got = linear_mx(x, pack(weight), torch.bfloat16)
+    assert failures(got, linear_ops.linear_mx.reference(x, weight, torch.bfloat16)) == []
+    form = device.launched[0]
+    assert isinstance(form, products.Form) and form.ahead and form.stages < LONG // 128
+
+
 @pytest.mark.parametrize(("fmt", "depth", "parts"), [("mxfp8", 256, 2), ("mxfp4", 384, 3)])
 def test_blocks_sum_parts_of_k(fmt: QuantFormat, depth: int, parts: int, device: Device) -> None:
     x, weight = operands(5, fmt, N, depth)
@@ -133,10 +144,12 @@ def test_e4m3_products_over_experts(device: Device) -> None:
     assert device.launched[0].eight
 
 
-def test_rows_of_plain_products_keep_their_bits(device: Device) -> None:
-    """One block for all parts of K, with several tiles; a cluster of a block each."""
+@pytest.mark.parametrize("depth", [K, LONG])
+def test_rows_of_plain_products_keep_their_bits(depth: int, device: Device) -> None:
+    """One block for all parts of K, of one step or two, with several tiles; a cluster of a block each."""
     gen = torch.Generator().manual_seed(4)
-    x, weight = normal(gen, 150, K, dtype=torch.bfloat16), normal(gen, N, K, dtype=torch.bfloat16, scale=K**-0.5)
+    x = normal(gen, 150, depth, dtype=torch.bfloat16)
+    weight = normal(gen, N, depth, dtype=torch.bfloat16, scale=depth**-0.5)
     out = torch.full((151, N), torch.nan, dtype=torch.bfloat16)
     whole = plain_products.linear_bf16(x, weight, torch.bfloat16, 0.5, out=out[:150])
     assert failures(whole, linear_ops.linear_bf16.reference(x, weight, torch.bfloat16, 0.5)) == []
