@@ -230,6 +230,13 @@ void begin(int cluster, int threads_of_block, u8* first_byte, std::size_t bytes_
     learn(threads[i].knows, kPassed, i, 1);
   }
 }
+void end() {
+  all_bytes = 0;
+  release(threads);
+  release(cells);
+  release(barriers);
+  release(far);
+}
 void leave() {
   self().left = true;
   const int block = *running / per_block, first = block * per_block;

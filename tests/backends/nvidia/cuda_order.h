@@ -31,7 +31,13 @@ struct Point {
 
 // `memory` is that of the first block, the others' lies behind it; `current` is where the running thread's number is.
 void begin(int cluster, int threads_of_block, unsigned char* memory, std::size_t bytes_of_block, const int* current);
+void end();
 void leave();
+// Gives back a container's memory.
+template <typename T>
+void release(T& of) {
+  T().swap(of);
+}
 void stuck(int threads);  // so many wait, and nobody can go on
 
 // Barriers: a thread gives what it knows, and takes what others gave. Relaxed, others learn only that it has come so far.

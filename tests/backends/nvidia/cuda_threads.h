@@ -11,6 +11,7 @@
 #include <cstdint>
 #include <cstring>
 #include <functional>
+#include <memory>
 #include <unordered_map>
 #include <vector>
 
@@ -50,7 +51,7 @@ struct Thread {
   ucontext_t context;  // where it begins
   jmp_buf place;       // where it goes on
   bool begun;
-  std::vector<char> stack = std::vector<char>(kStackBytes);
+  std::unique_ptr<char[]> stack;
   Place3 thread, block;
   bool done;
   u64 given;         // to the exchange of its warp
@@ -183,8 +184,9 @@ inline void run(int cluster, int count, std::size_t shared_bytes, Place3 first, 
     t.thread = {static_cast<u32>(i % count), 0, 0};
     t.block = {first.x + static_cast<u32>(i / count), first.y, first.z};
     getcontext(&t.context);
-    t.context.uc_stack.ss_sp = t.stack.data();
-    t.context.uc_stack.ss_size = t.stack.size();
+    t.stack.reset(new char[kStackBytes]);
+    t.context.uc_stack.ss_sp = t.stack.get();
+    t.context.uc_stack.ss_size = kStackBytes;
     t.context.uc_link = &scheduler;
     makecontext(&t.context, body, 0);
   }
@@ -196,6 +198,11 @@ inline void run(int cluster, int count, std::size_t shared_bytes, Place3 first, 
     }
   }
   if (left > 0) order::stuck(left);
+  // memory of many programs is more than a verifier in the same process allows itself
+  order::end();
+  order::release(threads);
+  order::release(shared);
+  order::release(arrivals);
 }
 
 template <typename To, typename From>
