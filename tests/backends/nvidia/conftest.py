@@ -68,6 +68,15 @@ WORK = {
 """By the fixture that gives what it wrote, in the order in which tests ask for it."""
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests that wait for workers come behind the others of this folder, which go on meanwhile."""
+    places = [place for place, item in enumerate(items) if HERE in item.path.parents]
+    waits = sorted(places, key=lambda place: not WORK.keys().isdisjoint(getattr(items[place], "fixturenames", ())))
+    moved = [items[place] for place in waits]
+    for place, item in zip(places, moved, strict=True):
+        items[place] = item
+
+
 def _run(work: Work, part: int, output: Path) -> Entries:
     """Run one half of the ops in a process of its own, and give what it wrote."""
     names = sorted(work.ops or defined_ops())
