@@ -126,7 +126,6 @@ UNSEEN inline void barrier_counts(u32 at, u32 bytes) {
   barrier_turn(at);
 }
 UNSEEN inline void copy_bytes(u32 to, const void* from, u32 bytes, u32 barrier) {
-  order::counts_on(simt::far(barrier), CALLED_FROM);
   order::counted_copy(simt::far(to), bytes, simt::far(barrier), arrivals_at(barrier).so_far, CALLED_FROM);
   std::memcpy(simt::far(to), from, bytes);
   barrier_counts(barrier, bytes);
@@ -268,16 +267,6 @@ inline void add_columns(float (&sum)[4], u32 a, u32 b, u32 c, u32 d) {
   sum[2] += lower;
   sum[3] += lower;
 }
-// A product of the warp reads so many bytes of rows that run along K, from the descriptor's place on.
-inline void products_read_rows(u64 rows, int first, int count, int bytes) {
-  if (simt::current % 32 != 0) return;
-  for (int r = first; r < first + count; r++) {
-    for (int k = 0; k < bytes; k += 16) {
-      const u32 plain = (static_cast<u32>(rows & 0x3FFF) << 4) + (r >> 3) * 1024 + (r & 7) * 128 + k;
-      order::products_read(simt::memory() + (plain ^ ((plain >> 7 & 7) << 4)), 16);
-    }
-  }
-}
 inline void load_matrices(u32 (&v)[4], u32 row) {
   const int own = simt::current & 31;
   for (int i = 0; i < 4; i++) v[i] = load_u32(simt::lane(row, 8 * i + own / 4) + own % 4 * 4);
@@ -306,7 +295,6 @@ UNSEEN inline void copy_box(u32 to, const TensorMap* map, int x, int y, u32 barr
     }
   }
   const u32 bytes = static_cast<u32>(words[4]) * 128;
-  order::counts_on(simt::far(barrier), CALLED_FROM);
   order::counted_copy(simt::far(to), bytes, simt::far(barrier), arrivals_at(barrier).so_far, CALLED_FROM);
   barrier_counts(barrier, bytes);
 }

@@ -95,9 +95,9 @@ def _clocks(compiler: str) -> Path:
 
 
 def _compile(compiler: str, *arguments: str | Path) -> None:
-    # names that are unique in a process would be those of another program that was loaded before
-    options = ["-std=c++17", "-w", "-fPIC", "-fno-gnu-unique", f"-I{HERE}"]
-    options.append("-U_FORTIFY_SOURCE")  # which takes a jump to another stack for a fault
+    # Names that are unique in a process would be those of a program that was loaded before; fortified code takes a jump
+    # to another stack for a fault.
+    options = ["-std=c++17", "-w", "-fPIC", "-fno-gnu-unique", "-U_FORTIFY_SOURCE", f"-I{HERE}"]
     done = subprocess.run([compiler, *options, *arguments], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-4000:]
 

@@ -18,6 +18,13 @@ inline u32 place_of_operand(u64 descriptor, int row, int byte) {
   const u32 plain = ((descriptor & 0x3FFF) << 4) + (row >> 3) * stride + (row & 7) * 128 + (byte >> 7) * leading + (byte & 127);
   return plain ^ (plain >> 7 & 7) << 4;
 }
+// A product of the warp reads so many bytes of rows that run along K, from the descriptor's place on.
+inline void products_read_rows(u64 rows, int first, int count, int bytes) {
+  if (simt::current % 32 != 0) return;
+  for (int r = first; r < first + count; r++) {
+    for (int k = 0; k < bytes; k += 16) order::products_read(simt::memory() + place_of_operand(rows, r, k), 16);
+  }
+}
 // A product of the warp reads columns that run along K, sixteen deep, from the descriptor's place on.
 inline void products_read_columns(u64 columns, int count) {
   if (simt::current % 32 != 0) return;

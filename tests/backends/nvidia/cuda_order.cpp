@@ -84,7 +84,8 @@ static void join(Point& to, const Point& from) {
 struct Event {
   u32 line, time;     // time 0: there was none
   const void* place;  // in the code
-  bool beside, atomic;  // by an asynchronous unit
+  bool beside;        // by an asynchronous unit
+  bool atomic;
 };
 struct Cell {
   Event last = {};  // that wrote, and was not atomic
@@ -178,7 +179,7 @@ static void own_access(const void* p, std::size_t bytes, const void* place, bool
 
 void read(const void* p, std::size_t bytes) { own_access(p, bytes, CALLED_FROM, false); }
 void write(const void* p, std::size_t bytes) { own_access(p, bytes, CALLED_FROM, true); }
-void counts_on(const void* barrier, const void* place) {
+static void check_made(const void* barrier, const void* place) {
   const auto at = barriers.find(barrier);
   if (at == barriers.end() || !at->second.done || time_of(own(), kPassed, at->second.line) < at->second.time) {
     report("before its barrier is made", {}, {0, 0, place, true, false}, static_cast<const u8*>(barrier) - memory);
@@ -265,9 +266,10 @@ static void move_on(u32 time) {
   learn(own(), kWritten, *running, time);
   learn(own(), kPassed, *running, time);
 }
+static void tick() { move_on(time_of(own(), kWritten, *running) + 1); }
 void give(Point& to) {
   join(to, own());
-  move_on(time_of(own(), kWritten, *running) + 1);
+  tick();
 }
 // What the thread has passed, and nothing that it wrote.
 static void join_passed(Point& to) {
@@ -279,7 +281,7 @@ static void join_passed(Point& to) {
 }
 void give_passed(Point& to) {
   join_passed(to);
-  move_on(time_of(own(), kWritten, *running) + 1);
+  tick();
 }
 void take(const Point& from) { join(own(), from); }
 void take_all(const Point& from) {
@@ -304,7 +306,7 @@ void show() {
     const Step step = knows.more[i];
     if (step.which == kWritten) knows.more.push_back({kShown, step.line, step.time});
   }
-  move_on(time_of(knows, kWritten, *running) + 1);  // what the thread writes from now on is not shown
+  tick();  // what the thread writes from now on is not shown
 }
 
 // --- what goes on beside threads ----------------------------------------------------------------------------------------
@@ -314,10 +316,11 @@ void counted_source(const void* from, std::size_t bytes, const void* barrier, co
   access(from, bytes, {line, times_beside[line - count] + 1, place, true, false}, false);
 }
 void counted_copy(const void* to, std::size_t bytes, const void* barrier, Point& point, const void* place) {
+  check_made(barrier, place);
   const u32 line = line_of(kCounted, reinterpret_cast<std::uintptr_t>(barrier)), time = ++times_beside[line - count];
   access(to, bytes, {line, time, place, true, false}, true);
   join_passed(point);  // what came before the copy's start came before its end
-  move_on(time_of(own(), kWritten, *running) + 1);
+  tick();
   for (const int which : {kWritten, kShown, kPassed}) learn(point, which, line, time);
 }
 void copied_from(const void* from, std::size_t bytes, const void* place) {

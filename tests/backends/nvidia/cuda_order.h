@@ -54,10 +54,9 @@ void read(const void* p, std::size_t bytes);
 void write(const void* p, std::size_t bytes);
 void change(const void* p, std::size_t bytes, const void* place);
 
-// Barriers in shared memory: the thread makes one, lets others see those that it made, or starts a copy that one counts.
+// Barriers in shared memory: the thread makes one, or lets others see those that it made.
 void make_barrier(const void* barrier);
 void barriers_are_made();
-void counts_on(const void* barrier, const void* place);
 
 // A copy to shared memory of which `barrier` counts the bytes, and what such a copy reads there; who waits for the barrier takes
 // `point`. No thread waits in another way: `cp.async.bulk.commit_group` has no part in copies that a barrier counts.
